@@ -1,0 +1,308 @@
+"""The whole configuration of a deployment, as frozen pydantic models.
+
+A Serve config file names ``dspark_ray.serving.app:build_app`` as its ``import_path``; the ``args`` beside it
+are an `AppConfig`. Precedence is defaults < file. Nothing here imports torch, ray or vllm, so a file can be
+checked anywhere: ``dspark-ray config show FILE``.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark_ray.errors import ConfigError, ExactnessError
+
+Placement = Literal["remote", "colocated", "native", "none"]
+Exactness = Literal["coupled", "ratio", "probabilistic"]
+VerifyMode = Literal["fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput"]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+# Engine arguments that follow from other fields here. Setting them twice could only disagree.
+OWNED_ENGINE_ARGS = frozenset(
+    {
+        "data_parallel_size", "dtype", "enable_log_requests", "kv_transfer_config", "max_model_len", "max_num_seqs", "model",
+        "pipeline_parallel_size", "served_model_name", "speculative_config", "tensor_parallel_size",
+        "trust_remote_code", "worker_cls",
+    }
+)  # fmt: skip
+
+
+class FrozenModel(BaseModel):
+    """Base of every configuration model: immutable, no unknown fields, docstrings are descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class AutoscalingConfig(FrozenModel):
+    """Bounds and delays within which the application policy sizes one role."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    """Never fewer replicas than this; 0 lets an idle role scale to zero."""
+    max_replicas: int = Field(default=1, ge=1)
+    """Never more replicas than this."""
+    initial_replicas: int | None = Field(default=None, ge=0)
+    """Replicas at start-up; min_replicas when unset."""
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    """How long more replicas must be wanted before they are added."""
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    """How long fewer replicas must be wanted before one is removed."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        initial = self.min_replicas if self.initial_replicas is None else self.initial_replicas
+        if not self.min_replicas <= initial <= self.max_replicas:
+            raise ValueError("min_replicas <= initial_replicas <= max_replicas must hold")
+        return self
+
+
+class RoleConfig(FrozenModel):
+    """How many replicas a role has and what each of them takes from its node."""
+
+    replicas: int = Field(default=1, ge=0)
+    """Fixed number of replicas; ignored when autoscaling is set."""
+    autoscaling: AutoscalingConfig | None = None
+    """Autoscaling bounds; a fixed number of replicas when unset."""
+    cpus: float = Field(default=1.0, ge=0)
+    """Logical CPUs one replica reserves."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs one replica reserves (per tensor-parallel rank: 1); 0 runs on the CPU."""
+    accelerator_type: str | None = None
+    """Ray accelerator type that replicas are placed on, for example H100."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further Ray custom resources of one replica."""
+    cpu_cores: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
+    """Cores that the engine's threads are bound to on the CPU platform, such as 0 or 0-3; unbound when unset."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the replica's processes. No secrets: this is printed by config show."""
+    max_ongoing_requests: int = Field(default=64, ge=1)
+    """Requests one replica works on or holds in its engine's queue at once."""
+    max_queued_requests: int = Field(default=256, ge=-1)
+    """Requests that wait in Serve per caller before overload is answered with 503; -1 is unbounded."""
+    graceful_shutdown_timeout_s: float = Field(default=120.0, ge=0)
+    """How long a draining replica may finish its streams."""
+
+
+class TargetConfig(FrozenModel):
+    """The model that speaks, and how its engine runs."""
+
+    source: str = Field(min_length=1)
+    """A local folder, a Hugging Face id, or demo:smollm2."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Computation type; auto follows the checkpoint."""
+    max_model_len_tokens: int | None = Field(default=None, ge=16)
+    """Longest prompt plus answer; the model's own limit when unset."""
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Requests in one engine step at most."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Pipeline stages; more than 1 is refused together with a drafter."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Engines a replica group runs; each is its own verifier."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of one CPU engine, in GiB (GPUs: gpu_memory_utilization under engine)."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Further vLLM AsyncEngineArgs by name."""
+
+    @model_validator(mode="after")
+    def _engine_is_ours_where_named(self) -> Self:
+        owned = sorted(OWNED_ENGINE_ARGS & self.engine.keys())
+        if owned:
+            raise ValueError(
+                f"engine: {', '.join(owned)} follow from other fields of this file; set those instead"
+            )
+        return self
+
+
+class DrafterConfig(RoleConfig):
+    """The drafter of one model, and its pool of replicas."""
+
+    placement: Placement = "none"
+    """remote: a shared pool; colocated: in the verifier's worker; native: vLLM's own DSpark (GPU); none."""
+    source: str | None = None
+    """Folder or Hugging Face id of the draft checkpoint."""
+    block_size: int | None = Field(default=None, ge=1, le=32)
+    """Drafted tokens a round, at most the checkpoint's; the checkpoint's when unset."""
+    window_tokens: int = Field(default=256, ge=16)
+    """Context features kept for each request, on both sides."""
+    cache_mib: float = Field(default=256.0, gt=0)
+    """Context cache of one drafter replica, in MiB."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of one drafter engine."""
+    deadline_ms: float | None = Field(default=None, gt=0)
+    """Longest wait for one draft call; follows a running estimate when unset."""
+    batch_wait_ms: float = Field(default=0.0, ge=0)
+    """How long a drafter waits to batch calls of several verifiers together."""
+
+    @model_validator(mode="after")
+    def _source_when_drafting(self) -> Self:
+        if self.placement != "none" and self.source is None:
+            raise ValueError(f"drafter.source is needed with placement {self.placement!r}")
+        return self
+
+
+class SchedulingConfig(FrozenModel):
+    """How many of the drafted tokens are verified (spec section 4)."""
+
+    mode: VerifyMode = "tau+throughput"
+    """fixed_len, fixed_tau, tau (load-aware threshold), throughput (Algorithm 1), or the last two together."""
+    fixed_len: int | None = Field(default=None, ge=0)
+    """Verify length of mode fixed_len; the whole block when unset."""
+    fixed_tau: Share = 0.35
+    """Survival threshold of mode fixed_tau."""
+    min_verify_len: int = Field(default=0, ge=0)
+    """Drafts verified at least, in mode tau only."""
+    full_round_share: Share = 0.02
+    """Share of rounds verified in full, on which calibration from serving logs is fitted."""
+
+
+class ModelConfig(FrozenModel):
+    """One model behind the API: a target, its drafter, and the size of each role."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=128)
+    """The name clients put in the request's model field."""
+    target: TargetConfig
+    """The model that speaks."""
+    drafter: DrafterConfig = DrafterConfig()
+    """Its drafter; plain decoding when unset."""
+    exactness: Exactness = "coupled"
+    """How drafts are accepted (dspark-spec.md section 3)."""
+    scheduling: SchedulingConfig = SchedulingConfig()
+    """How long the verified prefix is."""
+    prefill: RoleConfig = RoleConfig(replicas=0)
+    """Prefill replicas; with 0 the verifier prefills itself."""
+    verifier: RoleConfig = RoleConfig()
+    """Verifier (decode) replicas."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.drafter.placement != "none" and self.target.pipeline_parallel_size > 1:
+            raise ValueError(
+                "target.pipeline_parallel_size > 1 cannot be combined with a drafter: taps use stage-local layers"
+            )
+        if self.verifier.autoscaling is None and self.verifier.replicas < 1:
+            raise ValueError("verifier.replicas must be at least 1")
+        if self.exactness == "probabilistic":
+            raise ExactnessError(
+                f"model {self.id!r}: exactness 'probabilistic' with placement {self.drafter.placement!r} is not built: "
+                "use 'coupled' (default) or 'ratio'"
+            )
+        return self
+
+
+class ControlConfig(FrozenModel):
+    """The cluster scheduler: from load to tau (spec section 4)."""
+
+    policy: Literal["guide", "fixed_tau", "goodput"] = "guide"
+    """guide: quadratic in load; goodput: steered by accepted tokens per second; fixed_tau: constant."""
+    tau_min: Share = 0.20
+    """tau of an idle replica."""
+    tau_max: Share = 0.75
+    """tau of a saturated replica."""
+    queue_weight: Share = 0.6
+    """Weight of the queue in the load."""
+    memory_weight: Share = 0.4
+    """Weight of KV memory in the load."""
+    queue_max_requests: int = Field(default=64, ge=1)
+    """Waiting requests at which the queue term saturates."""
+    cluster_weight: Share = 0.25
+    """Share of the cluster's mean load in a replica's blended load."""
+    tick_interval_s: float = Field(default=0.2, gt=0)
+    """Time between decisions of the cluster scheduler."""
+    policy_lifetime_s: float = Field(default=3.0, gt=0)
+    """How long a replica follows a published policy before it computes tau from its own load."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.tau_min > self.tau_max:
+            raise ValueError("tau_min <= tau_max must hold")
+        return self
+
+
+class TelemetryConfig(FrozenModel):
+    """Where replicas report their load, and how often."""
+
+    redis_url_env: str = "DSPARK_REDIS_URL"
+    """Environment variable with the Redis URL (redis://, rediss://); without it control is local only."""
+    key_prefix: str = Field(default="dspark", min_length=1)
+    """Prefix of every key."""
+    sample_interval_s: float = Field(default=0.2, gt=0)
+    """Time between load samples of one replica."""
+    sample_lifetime_s: float = Field(default=5.0, gt=0)
+    """Age at which a sample counts as dead."""
+    history_samples: int = Field(default=2000, ge=0)
+    """Samples kept per model for top and plots."""
+
+
+class SecurityConfig(FrozenModel):
+    """Who may ask for what."""
+
+    secret_env: str = "DSPARK_SECRET"  # noqa: S105 - the name of a variable, not a secret
+    """Environment variable with the deployment's shared secret between replicas."""
+    api_keys_env: str | None = None
+    """Environment variable with API keys, comma separated; no keys are asked for when unset."""
+    max_body_bytes: int = Field(default=1 << 20, ge=1024)
+    """Largest request body."""
+    max_n: int = Field(default=16, ge=1)
+    """Largest n of a request."""
+    max_prompts: int = Field(default=64, ge=1)
+    """Most prompts in one completions request."""
+
+
+class AppConfig(FrozenModel):
+    """The args of a Serve application."""
+
+    models: tuple[ModelConfig, ...] = Field(min_length=1)
+    """The models behind the API."""
+    ingress: RoleConfig = RoleConfig(max_ongoing_requests=1024)
+    """The OpenAI-compatible front."""
+    control: ControlConfig = ControlConfig()
+    """The cluster scheduler."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Load reports."""
+    security: SecurityConfig = SecurityConfig()
+    """Limits and keys."""
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> Self:
+        ids = [model.id for model in self.models]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"models: ids must differ, got {ids}")
+        return self
+
+
+def parse_app_config(args: dict[str, Any]) -> AppConfig:
+    """Validate the ``args`` of a Serve application.
+
+    Raises:
+        ConfigError: naming every offending field.
+    """
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines)) from None
+
+
+def load_serve_file(path: Path) -> dict[str, AppConfig]:
+    """Read a Serve config file and return the configuration of each of our applications by name.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or names none of our applications.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    applications = document.get("applications") if isinstance(document, dict) else None
+    ours = {
+        str(app.get("name", "default")): parse_app_config(app.get("args") or {})
+        for app in applications or []
+        if isinstance(app, dict) and app.get("import_path") == "dspark_ray.serving.app:build_app"
+    }
+    if not ours:
+        raise ConfigError(f"{path}: applications: none has import_path dspark_ray.serving.app:build_app")
+    return ours
