@@ -1,0 +1,1 @@
+"""Pure functions of speculative decoding: sampling, acceptance, calibration, prefix scheduling."""
