@@ -1,0 +1,24 @@
+"""What every dspark_ray model runner adds to vLLM's, on CPU and GPU alike."""
+
+from typing import Any
+
+from dspark_ray.target.seeding import discarded_draws_given_back
+
+
+class DSparkRunnerMixin:
+    """Mixed in before vLLM's V1 model runner."""
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Sample as vLLM does; requests whose token is discarded keep their generator as it was."""
+        batch = self.input_batch
+        with discarded_draws_given_back(batch.generators, self.discard_request_mask.np[: batch.num_reqs]):
+            return super()._sample(logits, spec_decode_metadata)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Hide the generators from vLLM's own way of giving draws back, which `_sample` has done already."""
+        batch = self.input_batch
+        generators, batch.generators = batch.generators, {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            batch.generators = generators
