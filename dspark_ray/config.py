@@ -21,9 +21,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 # Engine arguments that follow from other fields here. Setting them twice could only disagree.
 OWNED_ENGINE_ARGS = frozenset(
     {
-        "data_parallel_size", "dtype", "enable_log_requests", "kv_transfer_config", "max_model_len", "max_num_seqs", "model",
-        "pipeline_parallel_size", "served_model_name", "speculative_config", "tensor_parallel_size",
-        "trust_remote_code", "worker_cls",
+        "data_parallel_size", "dtype", "enable_log_requests", "kv_transfer_config", "max_model_len",
+        "max_num_seqs", "model", "pipeline_parallel_size", "served_model_name", "speculative_config",
+        "tensor_parallel_size", "trust_remote_code", "worker_cls",
     }
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ class RoleConfig(FrozenModel):
     resources: dict[str, float] = Field(default_factory=dict)
     """Further Ray custom resources of one replica."""
     cpu_cores: str | None = Field(default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
-    """Cores that the engine's threads are bound to on the CPU platform, such as 0 or 0-3; unbound when unset."""
+    """Cores that an engine's threads are bound to on the CPU platform, such as 0 or 0-3; unbound if unset."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the replica's processes. No secrets: this is printed by config show."""
     max_ongoing_requests: int = Field(default=64, ge=1)
@@ -146,7 +146,7 @@ class SchedulingConfig(FrozenModel):
     """How many of the drafted tokens are verified (spec section 4)."""
 
     mode: VerifyMode = "tau+throughput"
-    """fixed_len, fixed_tau, tau (load-aware threshold), throughput (Algorithm 1), or the last two together."""
+    """fixed_len, fixed_tau, tau (threshold from load), throughput (Algorithm 1), or the last two together."""
     fixed_len: int | None = Field(default=None, ge=0)
     """Verify length of mode fixed_len; the whole block when unset."""
     fixed_tau: Share = 0.35
@@ -179,14 +179,19 @@ class ModelConfig(FrozenModel):
     def _fits_together(self) -> Self:
         if self.drafter.placement != "none" and self.target.pipeline_parallel_size > 1:
             raise ValueError(
-                "target.pipeline_parallel_size > 1 cannot be combined with a drafter: taps use stage-local layers"
+                "target.pipeline_parallel_size > 1 cannot be combined with a drafter (taps use stage-local "
+                "layers): set drafter.placement to none, or use tensor_parallel_size"
+            )
+        if self.drafter.placement == "native" and self.verifier.gpus == 0:
+            raise ValueError(
+                "drafter.placement native is vLLM's own GPU method: set verifier.gpus, or use remote"
             )
         if self.verifier.autoscaling is None and self.verifier.replicas < 1:
             raise ValueError("verifier.replicas must be at least 1")
         if self.exactness == "probabilistic":
             raise ExactnessError(
-                f"model {self.id!r}: exactness 'probabilistic' with placement {self.drafter.placement!r} is not built: "
-                "use 'coupled' (default) or 'ratio'"
+                f"model {self.id!r}: exactness 'probabilistic' with drafter.placement "
+                f"{self.drafter.placement!r} is not built: use 'coupled' (default) or 'ratio'"
             )
         return self
 
@@ -235,19 +240,40 @@ class TelemetryConfig(FrozenModel):
     """Samples kept per model for top and plots."""
 
 
+class KeyLimits(FrozenModel):
+    """How much one API key may ask for, counted in each ingress replica by itself."""
+
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Sustained rate; unlimited when unset."""
+    burst_requests: int = Field(default=20, ge=1)
+    """Requests at once after a pause, on top of the sustained rate."""
+    concurrent_requests: int | None = Field(default=None, ge=1)
+    """Requests and streams under way together; unlimited when unset."""
+
+
 class SecurityConfig(FrozenModel):
     """Who may ask for what."""
 
     secret_env: str = "DSPARK_SECRET"  # noqa: S105 - the name of a variable, not a secret
     """Environment variable with the deployment's shared secret between replicas."""
     api_keys_env: str | None = None
-    """Environment variable with API keys, comma separated; no keys are asked for when unset."""
+    """Environment variable with API keys, comma separated; no keys are asked for without this or the file."""
+    api_keys_file: str | None = None
+    """YAML file of hashed API keys, each with its own models and limits; read again when it changes."""
+    key_limits: KeyLimits = KeyLimits()
+    """Limits of keys that name none of their own, and of everybody together where no keys are asked for."""
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     """Largest request body."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Largest max_tokens of a request, and its value where a request names none; no bound when unset."""
     max_n: int = Field(default=16, ge=1)
     """Largest n of a request."""
     max_prompts: int = Field(default=64, ge=1)
     """Most prompts in one completions request."""
+    max_stop_sequences: int = Field(default=16, ge=1)
+    """Most stop strings of a request."""
+    max_token_rules: int = Field(default=1024, ge=1)
+    """Most entries of each of logit_bias, bad_words and stop_token_ids."""
 
 
 class AppConfig(FrozenModel):
@@ -295,7 +321,7 @@ def load_serve_file(path: Path) -> dict[str, AppConfig]:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     applications = document.get("applications") if isinstance(document, dict) else None
     ours = {
