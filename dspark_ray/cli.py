@@ -13,6 +13,7 @@ import yaml
 from dspark_ray import __version__
 from dspark_ray.config import load_serve_file
 from dspark_ray.errors import DSparkError
+from dspark_ray.sources import check_sources
 
 # name: (module:attribute, one line of help)
 LAZY_COMMANDS = {
@@ -40,7 +41,7 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """List subcommands from the table, without importing them."""
         own = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
         lazy = {name: text for name, (_, text) in LAZY_COMMANDS.items()}
@@ -70,8 +71,13 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Check the file and print only a summary line.")
 def config_show(file: Path, dry_run: bool) -> None:
-    """Print FILE, a Serve config, with every default resolved."""
+    """Print FILE, a Serve config, with every default resolved.
+
+    The models that it names are looked for as at start-up, and each drafter is compared with its target.
+    """
     apps = load_serve_file(file)
+    for app in apps.values():
+        check_sources(app)
     if dry_run:
         for name, app in apps.items():
             click.echo(

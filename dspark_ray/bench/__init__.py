@@ -1,0 +1,1 @@
+"""Measurement: load generation, comparison with plain decoding, reports."""

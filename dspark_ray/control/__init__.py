@@ -1,0 +1,1 @@
+"""The control plane: load, tau policies, autoscaling and telemetry. Pure but for telemetry."""

@@ -1,0 +1,1 @@
+"""The draft model: heads, backbone, checkpoints, context cache and the batched runner."""

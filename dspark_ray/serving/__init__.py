@@ -1,0 +1,1 @@
+"""The Ray Serve application: the only place that imports ray.serve."""
