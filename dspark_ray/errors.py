@@ -41,10 +41,20 @@ class RequestError(DSparkError):
         status: HTTP status code to answer with.
         code: OpenAI-style machine-readable code, or None.
         param: the offending request field, or None.
+        retry_after_s: when to try again, for the Retry-After header, or None.
     """
 
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
