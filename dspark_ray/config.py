@@ -205,24 +205,71 @@ class ControlConfig(FrozenModel):
     """tau of an idle replica."""
     tau_max: Share = 0.75
     """tau of a saturated replica."""
+    fixed_tau: Share = 0.35
+    """tau of policy fixed_tau."""
+    max_verify_len: int | None = Field(default=None, ge=0)
+    """Drafts verified per request and step at most, on every replica; the whole block when unset."""
     queue_weight: Share = 0.6
-    """Weight of the queue in the load."""
+    """Weight of the queue in the load; with memory_weight it sums to 1."""
     memory_weight: Share = 0.4
     """Weight of KV memory in the load."""
     queue_max_requests: int = Field(default=64, ge=1)
     """Waiting requests at which the queue term saturates."""
     cluster_weight: Share = 0.25
-    """Share of the cluster's mean load in a replica's blended load."""
+    """Share of the mean load of the model's replicas in a replica's blended load."""
+    load_rise_s: float = Field(default=0.2, ge=0)
+    """Time constant with which the smoothed load follows a rise."""
+    load_fall_s: float = Field(default=2.0, ge=0)
+    """Time constant with which the smoothed load follows a fall; at least load_rise_s."""
+    load_hysteresis: Share = 0.1
+    """Share by which the smoothed load must fall before tau follows it down."""
+    goodput_period_s: float = Field(default=3.0, gt=0)
+    """Time between two adjustments of policy goodput."""
+    goodput_step: Share = 0.05
+    """How far policy goodput moves tau at once."""
+    goodput_span: Share = 0.2
+    """How far policy goodput may leave the guide's tau, either way."""
+    drift_limit: Share = 0.15
+    """Gap between predicted and observed acceptance from which a drafter counts as out of calibration."""
     tick_interval_s: float = Field(default=0.2, gt=0)
     """Time between decisions of the cluster scheduler."""
     policy_lifetime_s: float = Field(default=3.0, gt=0)
     """How long a replica follows a published policy before it computes tau from its own load."""
+    lease_lifetime_s: float = Field(default=1.0, gt=0)
+    """How long a silent scheduler keeps the right to rule."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.tau_min > self.tau_max:
             raise ValueError("tau_min <= tau_max must hold")
+        if abs(self.queue_weight + self.memory_weight - 1.0) > 1e-6:
+            raise ValueError("queue_weight + memory_weight must be 1")
+        if self.load_fall_s < self.load_rise_s:
+            raise ValueError("load_fall_s >= load_rise_s must hold: tau follows load up faster than down")
+        if self.tick_interval_s >= min(self.lease_lifetime_s, self.policy_lifetime_s):
+            raise ValueError("tick_interval_s must be below lease_lifetime_s and policy_lifetime_s")
         return self
+
+
+class AutoscalingTargets(FrozenModel):
+    """What the application's autoscaling policy aims at; the ``policy_kwargs`` of a Serve config file."""
+
+    target_ttft_s: float = Field(default=2.0, gt=0)
+    """Longest mean time to the first token before prefill and verifiers are added."""
+    target_token_latency_s: float = Field(default=0.1, gt=0)
+    """Longest mean time per token of a stream; while it holds, raising tau comes before adding a verifier."""
+    prefill_requests_per_replica: float = Field(default=2.0, gt=0)
+    """Prompts waiting or in work that one prefill replica should have."""
+    verifier_seat_share: Share = 0.8
+    """Share of max_num_seqs that should be taken."""
+    verifier_kv_share: Share = 0.85
+    """Share of KV blocks that should be in use at most."""
+    drafter_slot_share: Share = 0.8
+    """Share of context slots that should be taken at most."""
+    drafter_miss_share: Share = 0.05
+    """Share of draft calls past their deadline from which a drafter is added."""
+    downscale_margin: Share = 0.75
+    """A replica goes only when the rest would stay below this share of their targets."""
 
 
 class TelemetryConfig(FrozenModel):
@@ -238,6 +285,12 @@ class TelemetryConfig(FrozenModel):
     """Age at which a sample counts as dead."""
     history_samples: int = Field(default=2000, ge=0)
     """Samples kept per model for top and plots."""
+    calibration_rounds: int = Field(default=20_000, ge=0)
+    """Fully verified rounds kept per model, on which calibration from serving logs is fitted."""
+    timeout_s: float = Field(default=1.0, gt=0)
+    """Longest wait for Redis in the background; no request ever waits for it."""
+    backoff_max_s: float = Field(default=2.0, gt=0)
+    """Longest pause between two attempts to reach Redis again."""
 
 
 class KeyLimits(FrozenModel):

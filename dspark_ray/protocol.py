@@ -1,12 +1,12 @@
-"""What crosses a process: typed messages, encoded with msgspec. Neither torch, ray nor vllm is imported here."""
+"""What crosses a process: typed messages, encoded with msgspec. Imports neither torch, ray nor vllm."""
 
 from typing import Annotated, Literal
 
 import msgspec
 
 # --- Control plane: what replicas report and what they are told -------------------------------------------
-# Read and written through Redis by different versions of this package during a rolling change: fields are only
-# ever added, with defaults, and unknown ones are ignored.
+# Different versions of this package read them from Redis during a rolling change: fields are only ever added,
+# with defaults, and unknown ones are ignored.
 
 Role = Literal["ingress", "prefill", "drafter", "verifier"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -15,7 +15,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class StepCost(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A measured step-cost curve: ``seconds[i]`` is one whole engine step of ``tokens[i]`` verified tokens."""
+    """A measured step-cost curve: ``seconds[i]`` is a whole engine step of ``tokens[i]`` verified tokens."""
 
     tokens: tuple[int, ...]
     """Tokens in the step, anchors included, strictly rising."""
@@ -37,7 +37,7 @@ class CalibrationBins(msgspec.Struct, frozen=True):
 
 
 class RoundRecord(msgspec.Struct, frozen=True):
-    """One round that was verified in full: what calibration from serving logs is fitted on (spec section 3)."""
+    """One round that was verified in full, on which calibration from serving logs is fitted (spec 3)."""
 
     confidence_logits: tuple[float, ...]
     """z_1..z_γ before any temperature."""
@@ -68,7 +68,7 @@ class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a drafter's ZeroMQ socket listens."""
 
     requests_running: Count = 0
-    """In the engine's batch; at an ingress: in its hands, whatever their state; at a drafter: calls in work."""
+    """In the engine's batch; at an ingress: in its hands, whatever their state; at a drafter: in work."""
     requests_waiting: Count = 0
     """In the engine's own queue; at a drafter: calls queued."""
     requests_queued: Count = 0
