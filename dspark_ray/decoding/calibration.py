@@ -55,7 +55,8 @@ def confidences(logits: npt.ArrayLike, temperatures: Sequence[float] | None = No
 
 def survivals(logits: npt.ArrayLike, temperatures: Sequence[float] | None = None) -> FloatArray:
     """a_k = Π_{i≤k} σ(z_i / T_i): the chance that the first k drafts are all accepted. [..., γ]."""
-    return np.cumprod(confidences(logits, temperatures), axis=-1)
+    products: FloatArray = np.cumprod(confidences(logits, temperatures), axis=-1, dtype=np.float64)
+    return products
 
 
 class ReliabilityBins(FrozenModel):
