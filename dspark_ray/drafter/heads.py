@@ -54,8 +54,8 @@ class MarkovHead(nn.Module):
         """W1[x_{k-1}]: ids [...] int64 (target vocabulary) → [..., r]."""
         return self.markov_w1(previous_ids)
 
-    def step(self, previous: Tensor, h: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The bias of one slot.
+    def mix(self, previous: Tensor, h: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What W2 is applied to in one slot.
 
         Args:
             previous: `embed(x_{k-1})`, [..., r].
@@ -63,38 +63,31 @@ class MarkovHead(nn.Module):
             state: what the previous slot's call returned; None at k = 1.
 
         Returns:
-            The bias [..., V'] and the state for the next slot (None unless `kind` is rnn).
+            [..., r] and the state for the next slot (None unless `kind` is rnn).
         """
         if self.kind == "gated":
-            gate = torch.sigmoid(self.gate_proj(torch.cat([h, previous], dim=-1)))
-            return self.markov_w2(gate * previous), None
+            return torch.sigmoid(self.gate_proj(torch.cat([h, previous], dim=-1))) * previous, None
         if self.kind == "rnn":
             state = torch.zeros_like(previous) if state is None else state
             gate, candidate, out = self.joint_proj(torch.cat([state, previous, h], dim=-1)).chunk(3, dim=-1)
             gate = torch.sigmoid(gate)
-            state = gate * state + (1 - gate) * torch.tanh(candidate)
-            return self.markov_w2(torch.tanh(out)), state
-        bias = self.markov_w2(previous)
-        return (bias if self.temp_scale is None else bias * self.temp_scale), None
+            return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
+        return previous, None
 
-    def forward(self, previous_ids: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """All slots at once, teacher-forced.
-
-        Args:
-            previous_ids: [..., γ] int64, x_0..x_{γ-1} (target vocabulary).
-            h: [..., γ, d].
-
-        Returns:
-            The biases [..., γ, V'] and the embeddings W1[x_{k-1}] [..., γ, r] that the confidence head reads.
-        """
-        previous = self.embed(previous_ids)
+    def mix_all(self, previous: Tensor, h: Tensor) -> Tensor:
+        """`mix` of all slots at once, teacher-forced: previous [..., γ, r] and h [..., γ, d] → [..., γ, r]."""
         if self.kind != "rnn":
-            return self.step(previous, h, None)[0], previous
-        biases, state = [], None
+            return self.mix(previous, h, None)[0]
+        mixed, state = [], None
         for k in range(h.shape[-2]):
-            bias, state = self.step(previous[..., k, :], h[..., k, :], state)
-            biases.append(bias)
-        return torch.stack(biases, dim=-2), previous
+            row, state = self.mix(previous[..., k, :], h[..., k, :], state)
+            mixed.append(row)
+        return torch.stack(mixed, dim=-2)
+
+    def bias(self, mixed: Tensor) -> Tensor:
+        """The bias [..., V'] from `mix` [..., r]."""
+        bias = self.markov_w2(mixed)
+        return bias if self.temp_scale is None else bias * self.temp_scale
 
 
 class ConfidenceHead(nn.Module):

@@ -369,8 +369,8 @@ class DSparkModel(nn.Module):
             logits = base[..., k, :]
             if self.markov_head is not None:
                 previous = self.markov_head.embed(last)
-                bias, state = self.markov_head.step(previous, h[..., k, :], state)
-                logits = logits + bias
+                mixed, state = self.markov_head.mix(previous, h[..., k, :], state)
+                logits = logits + self.markov_head.bias(mixed)
                 previous_rows.append(previous)
             last = self.to_target_ids(choose(logits, k))
             tokens.append(last)
