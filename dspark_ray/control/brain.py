@@ -1,0 +1,151 @@
+"""One decision of the cluster scheduler: samples in, policies out. No I/O, the clock is passed in."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from dspark_ray.config import ControlConfig
+from dspark_ray.control.assignment import DrafterState, drafter_weights
+from dspark_ray.control.load import SmoothedLoad, blended_load, replica_load
+from dspark_ray.control.membership import Member, SampleBook
+from dspark_ray.control.policy import ReplicaControl, verify_cap
+from dspark_ray.protocol import DrafterRoute, LoadSample, VerifyPolicy
+
+TAU_RESOLUTION = 0.002
+REFRESH_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What one tick decided, as far as it must be published."""
+
+    policies: dict[str, VerifyPolicy]
+    """By replica; only those that changed or are due to be renewed."""
+    routes: dict[str, tuple[DrafterRoute, ...]]
+    """The drafters of each model."""
+    dead: list[str]
+    """Replicas whose policies go."""
+    drifting: dict[str, float]
+    """Verifiers whose drafter's confidence is off by more than the limit, and by how much."""
+
+
+@dataclass(slots=True)
+class _Verifier:
+    control: ReplicaControl
+    published: VerifyPolicy | None = None
+    published_at_s: float = field(default=float("-inf"))
+
+
+class ClusterBrain:
+    """Turns samples of all roles and models into policies for the verifiers.
+
+    State is one `ReplicaControl` per verifier and can be rebuilt from the policies last published.
+    """
+
+    def __init__(self, control: ControlConfig, sample_lifetime_s: float) -> None:
+        """A brain that knows no replica yet."""
+        self.control = control
+        self.epoch = 0
+        self.book = SampleBook(sample_lifetime_s, window_s=control.goodput_period_s)
+        self._version = 0
+        self._verifiers: dict[str, _Verifier] = {}
+
+    def rule(self, epoch: int, published: Mapping[str, VerifyPolicy]) -> None:
+        """Start a new epoch from the policies that the scheduler before left behind."""
+        self.epoch, self._version = epoch, 0
+        for replica, policy in published.items():
+            self._verifiers[replica] = _Verifier(
+                ReplicaControl.resumed(policy.load, policy.tau, self.control)
+            )
+        for verifier in self._verifiers.values():
+            verifier.published = None
+
+    def tick(self, samples: Iterable[LoadSample], now_s: float) -> Decisions:
+        """Decide once.
+
+        Args:
+            samples: what a successful read of the store returned.
+            now_s: the reader's monotonic clock.
+        """
+        dead = self.book.observe(samples, now_s)
+        for replica in dead:
+            self._verifiers.pop(replica, None)
+        by_model: dict[str, dict[str, list[Member]]] = defaultdict(lambda: defaultdict(list))
+        for member in self.book.members.values():
+            by_model[member.sample.model][member.sample.role].append(member)
+        decisions = Decisions({}, {}, dead, {})
+        self._version += 1
+        for model, roles in by_model.items():
+            decisions.routes[model] = drafter_routes(roles["drafter"])
+            queued = queued_in_serve(roles["ingress"], roles["verifier"])
+            self._decide_model(roles["verifier"], queued, now_s, decisions)
+        return decisions
+
+    def _decide_model(
+        self, verifiers: list[Member], queued: float, now_s: float, decisions: Decisions
+    ) -> None:
+        if not verifiers:
+            return
+        own = [replica_load(m.sample, self.control, queued / len(verifiers)) for m in verifiers]
+        mean = sum(own) / len(own)
+        for member, load in zip(verifiers, own, strict=True):
+            replica = member.sample.replica
+            rates = member.rates()
+            blended = blended_load(load, mean, self.control.cluster_weight)
+            known = self._verifiers.get(replica)
+            if known is None:
+                known = _Verifier(ReplicaControl(SmoothedLoad.starting_at(blended)))
+                self._verifiers[replica] = known
+            tau = known.control.step(now_s, blended, self.control, rates, member.sample.requests_running)
+            if rates.drift is not None and rates.drift > self.control.drift_limit:
+                decisions.drifting[replica] = rates.drift
+            policy = VerifyPolicy(
+                epoch=self.epoch,
+                version=self._version,
+                tau=tau,
+                lifetime_s=self.control.policy_lifetime_s,
+                max_verify_len=verify_cap(rates, self.control),
+                load=known.control.smoothed.held,
+            )
+            if self._must_publish(known, policy, now_s):
+                known.published, known.published_at_s = policy, now_s
+                decisions.policies[replica] = policy
+
+    def _must_publish(self, known: _Verifier, policy: VerifyPolicy, now_s: float) -> bool:
+        """Whether a policy differs noticeably from the one published, or that one grows old."""
+        last = known.published
+        return (
+            last is None
+            or now_s - known.published_at_s >= REFRESH_SHARE * self.control.policy_lifetime_s
+            or abs(last.tau - policy.tau) >= TAU_RESOLUTION
+            or last.max_verify_len != policy.max_verify_len
+        )
+
+
+def queued_in_serve(ingresses: list[Member], verifiers: list[Member]) -> float:
+    """Requests of a model that an ingress holds and no verifier has accepted yet."""
+    held = sum(m.sample.requests_running for m in ingresses)
+    accepted = sum(
+        m.sample.requests_running + m.sample.requests_waiting + m.sample.requests_queued for m in verifiers
+    )
+    return max(0.0, float(held - accepted))
+
+
+def drafter_routes(drafters: list[Member]) -> tuple[DrafterRoute, ...]:
+    """The live drafters of one model with the weights for new requests, heaviest first.
+
+    A drafter's speed is the inverse of its time per call; where nothing was measured yet it counts as typical.
+    """
+    states = {
+        m.sample.replica: DrafterState(
+            requests=m.sample.slots_used + m.sample.requests_waiting,
+            slots_total=m.sample.slots_total,
+            speed=1.0 / m.sample.step_time_s if m.sample.step_time_s > 0 else 0.0,
+            miss_share=m.rates().miss_share,
+        )
+        for m in drafters
+    }
+    weights = drafter_weights(states)
+    endpoints = {m.sample.replica: m.sample.endpoint for m in drafters}
+    ordered = sorted(weights.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(DrafterRoute(name, endpoints[name], min(1.0, weight)) for name, weight in ordered)
