@@ -83,6 +83,17 @@ class RoleConfig(FrozenModel):
     """How long a draining replica may finish its streams."""
 
 
+class PrefillConfig(RoleConfig):
+    """The prefill replicas of one model, and how long a verifier waits for them."""
+
+    replicas: int = Field(default=0, ge=0)
+    """Fixed number of replicas; with 0 the verifier prefills itself."""
+    queue_wait_s: float = Field(default=1.0, gt=0)
+    """How long a prompt waits for a free prefill replica before the verifier prefills it itself."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """How long a prefill replica may work on one prompt before the verifier prefills it itself."""
+
+
 class TargetConfig(FrozenModel):
     """The model that speaks, and how its engine runs."""
 
@@ -170,8 +181,8 @@ class ModelConfig(FrozenModel):
     """How drafts are accepted (dspark-spec.md section 3)."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """How long the verified prefix is."""
-    prefill: RoleConfig = RoleConfig(replicas=0)
-    """Prefill replicas; with 0 the verifier prefills itself."""
+    prefill: PrefillConfig = PrefillConfig()
+    """Prefill replicas; none by default: the verifier prefills itself."""
     verifier: RoleConfig = RoleConfig()
     """Verifier (decode) replicas."""
 
