@@ -1,8 +1,8 @@
 """Which drafts the target accepts, and what it says instead (spec section 3).
 
 Two rules, both lossless. `verify_ratio` is rejection sampling against the distribution the draft was drawn
-from. `verify_coupled` emits the target's own draws and accepts the drafts that equal them. Randomness comes in
-through `Chance`, so that tests can enumerate every outcome and each use has its own stream.
+from. `verify_coupled` emits the target's own draws and accepts the drafts that equal them. Randomness comes
+in through `Chance`, so that tests can enumerate every outcome and each use has its own stream.
 
 Symbols: ℓ verify length · A accepted drafts · V vocabulary · s the anchor's position. `position` is always
 that of the token being decided.

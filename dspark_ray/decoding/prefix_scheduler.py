@@ -2,9 +2,9 @@
 
 Runs in the verifier's worker every step on a few dozen floats, hence plain Python.
 
-Symbols: R requests in the step, each with its own number of drafts · a_k survival, the chance that drafts 1..k
-are all accepted · ℓ verify length · B tokens in the verify pass, Σ(1+ℓ) plus prefill · SPS(B) steps per second ·
-Θ expected tokens per second.
+Symbols: R requests in the step, each with its own number of drafts · a_k survival, the chance that drafts
+1..k are all accepted · ℓ verify length · B tokens in the verify pass, Σ(1+ℓ) plus prefill · SPS(B) steps per
+second · Θ expected tokens per second.
 
 Causality: `ℓ_r ≥ k` may only depend on what was known before x_{r,k} was drawn, unless the drafts are an
 argmax or verification is coupled. `check_lossless` knows which settings keep to that.

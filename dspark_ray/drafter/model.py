@@ -272,7 +272,7 @@ class DSparkModel(nn.Module):
         Returns:
             Keys (rotated) and values, each [L, ..., G, D].
         """
-        cos, sin = self._rotary(positions)
+        cos, sin = self.rotary(positions)
         features = features.to(self.dtype)
         pairs = [layer.self_attn.keys_values(features, cos, sin) for layer in self.layers]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
@@ -311,7 +311,7 @@ class DSparkModel(nn.Module):
         ids = torch.full((*anchor_ids.shape, slots), config.mask_token_id, device=anchor_ids.device)
         ids[..., 0] = anchor_ids
         positions = anchor_positions[..., None] + torch.arange(slots, device=anchor_ids.device)
-        cos, sin = self._rotary(positions)
+        cos, sin = self.rotary(positions)
         x = nn.functional.embedding(ids, self.embed_weight)
         for layer, k, v in zip(self.layers, context_k, context_v, strict=True):
             x = layer(x, cos, sin, (k, v), context_mask)
@@ -357,7 +357,7 @@ class DSparkModel(nn.Module):
         Args:
             h: [..., γ, d] from `block`.
             anchor_ids: x_0 [...] int64.
-            choose: maps (logits L_k [..., V'] in the model's dtype, k from 0) to draft-vocabulary indices
+            choose: maps (logits L_k [..., V'] fp32, k from 0) to draft-vocabulary indices
                 [...] int64: an argmax, or a draw that the caller records.
 
         Returns:
@@ -366,7 +366,7 @@ class DSparkModel(nn.Module):
         base = self.base_logits(h)
         tokens, previous_rows, state, last = [], [], None, anchor_ids
         for k in range(h.shape[-2]):
-            logits = base[..., k, :]
+            logits = base[..., k, :].float()
             if self.markov_head is not None:
                 previous = self.markov_head.embed(last)
                 mixed, state = self.markov_head.mix(previous, h[..., k, :], state)
@@ -378,8 +378,8 @@ class DSparkModel(nn.Module):
         previous_all = torch.stack(previous_rows, dim=-2) if previous_rows else None
         return drafted, self.confidence_logits(h, previous_all, drafted)
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [..., D] fp32 of absolute positions [...]."""
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The RoPE cosines and sines, each [..., D] fp32, of absolute positions [...]."""
         if self._inverse_frequency.device != positions.device:
             self._inverse_frequency = self._inverse_frequency.to(positions.device)
         angles = positions[..., None].float() * self._inverse_frequency
