@@ -197,8 +197,8 @@ class KeyStore:
         except yaml.YAMLError:
             raise ConfigError(f"security.api_keys_file: {self._file} is not YAML") from None
         except ValidationError as error:
-            # Without the input: someone may have put a key where its hash belongs.
-            first = error.errors(include_input=False, include_url=False)[0]
+            # Its own text would quote the input, and someone may have put a key where its hash belongs.
+            first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the document"
             raise ConfigError(f"security.api_keys_file: {self._file}: {place}: {first['msg']}") from None
         return entries

@@ -80,7 +80,7 @@ async def ask(client: openai.AsyncOpenAI, text: str = "hi") -> object:
 
 async def test_the_openai_sdk_sees_401_and_429_as_its_own_errors(caplog):
     caplog.set_level("DEBUG")
-    limited = ENV_KEYS.model_copy(update={"key_limits": KeyLimits(requests_per_minute=30, burst_requests=2)})
+    limited = ENV_KEYS.model_copy(update={"key_limits": KeyLimits(requests_per_minute=40, burst_requests=2)})
     clock = Clock()
     with pytest.raises(openai.AuthenticationError) as refused:
         await ask(sdk(limited, EVE))
