@@ -138,4 +138,15 @@ class VerifyPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     load: Fraction = 0.0
     """The smoothed load that tau follows from."""
     drafters: tuple[DrafterRoute, ...] = ()
-    reason: str = ""
+
+
+class SizingDecision(msgspec.Struct, frozen=True):
+    """What the autoscaling policy wants of one deployment, and why."""
+
+    model: str
+    role: Role
+    current: Count
+    """Replicas now."""
+    wanted: Count
+    """Replicas wanted, before Serve's bounds and delays."""
+    reason: str

@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dspark_ray.config import ControlConfig
 from dspark_ray.control.assignment import DrafterState, drafter_weights
 from dspark_ray.control.load import SmoothedLoad, blended_load, replica_load
-from dspark_ray.control.membership import Member, SampleBook
+from dspark_ray.control.membership import IDLE, Member, SampleBook
 from dspark_ray.control.policy import ReplicaControl, verify_cap
 from dspark_ray.protocol import DrafterRoute, LoadSample, VerifyPolicy
 
@@ -33,7 +33,9 @@ class Decisions:
 class _Verifier:
     control: ReplicaControl
     published: VerifyPolicy | None = None
-    published_at_s: float = field(default=float("-inf"))
+    published_at_s: float = float("-inf")
+    drift: float = 0.0
+    drift_due_s: float = 0.0
 
 
 class ClusterBrain:
@@ -46,6 +48,7 @@ class ClusterBrain:
         """A brain that knows no replica yet."""
         self.control = control
         self.epoch = 0
+        self._sample_lifetime_s = sample_lifetime_s
         self.book = SampleBook(sample_lifetime_s, window_s=control.goodput_period_s)
         self._version = 0
         self._verifiers: dict[str, _Verifier] = {}
@@ -68,6 +71,9 @@ class ClusterBrain:
             now_s: the reader's monotonic clock.
         """
         dead = self.book.observe(samples, now_s)
+        if self.book.observed_s > self._sample_lifetime_s:
+            # Replicas that a scheduler before us had a policy for, and that never reported to this one.
+            dead += self._verifiers.keys() - self.book.members.keys() - set(dead)
         for replica in dead:
             self._verifiers.pop(replica, None)
         by_model: dict[str, dict[str, list[Member]]] = defaultdict(lambda: defaultdict(list))
@@ -90,26 +96,40 @@ class ClusterBrain:
         mean = sum(own) / len(own)
         for member, load in zip(verifiers, own, strict=True):
             replica = member.sample.replica
-            rates = member.rates()
             blended = blended_load(load, mean, self.control.cluster_weight)
             known = self._verifiers.get(replica)
             if known is None:
                 known = _Verifier(ReplicaControl(SmoothedLoad.starting_at(blended)))
                 self._verifiers[replica] = known
+            drifting = self._is_drifting(known, member, now_s)
+            if drifting:
+                decisions.drifting[replica] = known.drift
+            rates = member.rates() if drifting or self.control.policy == "goodput" else IDLE
             tau = known.control.step(now_s, blended, self.control, rates, member.sample.requests_running)
-            if rates.drift is not None and rates.drift > self.control.drift_limit:
-                decisions.drifting[replica] = rates.drift
             policy = VerifyPolicy(
                 epoch=self.epoch,
                 version=self._version,
                 tau=tau,
                 lifetime_s=self.control.policy_lifetime_s,
-                max_verify_len=verify_cap(rates, self.control),
+                max_verify_len=verify_cap(rates, drifting, self.control),
                 load=known.control.smoothed.held,
             )
             if self._must_publish(known, policy, now_s):
                 known.published, known.published_at_s = policy, now_s
                 decisions.policies[replica] = policy
+
+    def _is_drifting(self, known: _Verifier, member: Member, now_s: float) -> bool:
+        """Whether the replica's drafter is out of calibration, looked at once a period.
+
+        Too few positions in a period change nothing.
+        """
+        if now_s >= known.drift_due_s:
+            # Replicas seen for the first time together are spread over the period: this is the dearest part.
+            spread = (len(self._verifiers) % 16) / 16 if known.drift_due_s == 0.0 else 1.0
+            known.drift_due_s = now_s + spread * self.control.goodput_period_s
+            drift = member.drift()
+            known.drift = known.drift if drift is None else drift
+        return known.drift > self.control.drift_limit
 
     def _must_publish(self, known: _Verifier, policy: VerifyPolicy, now_s: float) -> bool:
         """Whether a policy differs noticeably from the one published, or that one grows old."""
@@ -134,7 +154,7 @@ def queued_in_serve(ingresses: list[Member], verifiers: list[Member]) -> float:
 def drafter_routes(drafters: list[Member]) -> tuple[DrafterRoute, ...]:
     """The live drafters of one model with the weights for new requests, heaviest first.
 
-    A drafter's speed is the inverse of its time per call; where nothing was measured yet it counts as typical.
+    A drafter's speed is the inverse of its time per call; an unmeasured one counts as typical.
     """
     states = {
         m.sample.replica: DrafterState(

@@ -27,8 +27,6 @@ class Rates:
     """Draft calls past their deadline."""
     draft_calls_per_s: float = 0.0
     drafted_per_s: float = 0.0
-    drift: float | None = None
-    """Gap between predicted and observed acceptance; None without enough positions."""
 
     @classmethod
     def between(cls, before: LoadSample, after: LoadSample) -> "Rates":
@@ -48,7 +46,6 @@ class Rates:
             (after.deadline_misses - before.deadline_misses) / calls if calls > 0 else 0.0,
             calls / seconds,
             (after.tokens_drafted - before.tokens_drafted) / seconds,
-            calibration_drift(before, after),
         )
 
 
@@ -92,6 +89,10 @@ class Member:
         """Rates over the book's window."""
         return Rates.between(self.window[0], self.sample) if self.window else IDLE
 
+    def drift(self) -> float | None:
+        """`calibration_drift` over the book's window."""
+        return calibration_drift(self.window[0], self.sample) if self.window else None
+
 
 class SampleBook:
     """The replicas that are alive, and a short window of what each reported.
@@ -113,6 +114,11 @@ class SampleBook:
         self._longest_step_s = lifetime_s / 4
         self._clock_s = 0.0
         self._observed_at_s: float | None = None
+
+    @property
+    def observed_s(self) -> float:
+        """Time over which the store could be read."""
+        return self._clock_s
 
     def observe(self, samples: Iterable[LoadSample], now_s: float) -> list[str]:
         """Take in what one successful read of the store returned.

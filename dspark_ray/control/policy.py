@@ -79,17 +79,21 @@ def decide_tau(load: float, offset: float, control: ControlConfig) -> float:
     return tau
 
 
-def verify_cap(rates: Rates, control: ControlConfig) -> int | None:
+def verify_cap(rates: Rates, drifting: bool, control: ControlConfig) -> int | None:
     """Most drafts to verify per request and step; None for the whole block.
 
     tau trusts the drafter's confidence. Where that is off by more than `drift_limit`, the length is bounded
     by what was really accepted, with one position to notice an improvement.
+
+    Args:
+        rates: what the replica accepted lately; read only while drifting.
+        drifting: whether predicted and observed acceptance are too far apart.
+        control: the operator's own bound.
     """
-    cap = control.max_verify_len
-    if rates.drift is not None and rates.drift > control.drift_limit:
-        observed = math.ceil(max(0.0, rates.accept_len - 1.0)) + 1
-        cap = observed if cap is None else min(cap, observed)
-    return cap
+    if not drifting:
+        return control.max_verify_len
+    observed = math.ceil(max(0.0, rates.accept_len - 1.0)) + 1
+    return observed if control.max_verify_len is None else min(control.max_verify_len, observed)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,69 @@
+"""What replicas of a model learn once and share: step-cost curves and calibration temperatures."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from dspark_ray.protocol import StepCost
+
+POOLED_WEIGHT_MAX = 2000.0
+"""Steps that the pooled curve counts for at most, so that it keeps following a changed machine."""
+
+
+def step_cost_key(model: str, device_kind: str, engine: Mapping[str, object]) -> str:
+    """Name under which replicas that must have the same step cost share their curve.
+
+    Args:
+        model: the target.
+        device_kind: such as ``cpu`` or the GPU's name.
+        engine: whatever changes the cost of a step: dtype, parallel sizes, threads, engine arguments.
+    """
+    digest = hashlib.sha256(json.dumps(engine, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return f"{model}:{device_kind}:{digest}"
+
+
+def temperatures_key(drafter_fingerprint: str, exactness: str, temperature: float, block_size: int) -> str:
+    """Name of STS temperatures: they hold for one drafter, mode, temperature bucket, block size (spec 3)."""
+    return f"{drafter_fingerprint}:{exactness}:{temperature_bucket(temperature)}:{block_size}"
+
+
+def temperature_bucket(temperature: float) -> str:
+    """The calibration bucket of a sampling temperature: greedy, low (≤ 0.5), medium (≤ 0.9) or high."""
+    if temperature < 1e-5:
+        return "greedy"
+    return "low" if temperature <= 0.5 else "medium" if temperature <= 0.9 else "high"
+
+
+def merge_step_costs(pooled: StepCost, measured: StepCost) -> StepCost:
+    """One curve from two, weighted by the steps behind each.
+
+    A point that only one curve has is kept if the other does not reach that far; inside the other's range it
+    is averaged with the other's interpolation, so that neither curve's jumps are invented.
+
+    Returns:
+        The merged curve on the union of the points; its weight is bounded.
+    """
+    total = pooled.weight + measured.weight
+    tokens = tuple(sorted({*pooled.tokens, *measured.tokens}))
+    seconds = []
+    for count in tokens:
+        old, new = _at(pooled, count), _at(measured, count)
+        if old is None or new is None:
+            seconds.append(new if old is None else old)
+        else:
+            seconds.append((old * pooled.weight + new * measured.weight) / total)
+    return StepCost(tokens, tuple(s for s in seconds if s is not None), min(total, POOLED_WEIGHT_MAX))
+
+
+def _at(curve: StepCost, tokens: int) -> float | None:
+    """Seconds of a step of that many tokens, linear between the curve's points; None outside them."""
+    if not curve.tokens or not curve.tokens[0] <= tokens <= curve.tokens[-1]:
+        return None
+    for i, right in enumerate(curve.tokens):
+        if right == tokens:
+            return curve.seconds[i]
+        if right > tokens:
+            left = curve.tokens[i - 1]
+            share = (tokens - left) / (right - left)
+            return curve.seconds[i - 1] + share * (curve.seconds[i] - curve.seconds[i - 1])
+    return None
