@@ -2,11 +2,27 @@
 
 from typing import Any
 
+from dspark_ray.target.coupled_sampler import CoupledRejectionSampler
+from dspark_ray.target.options import options_of
+from dspark_ray.target.ratio_mend import mend_cpu_expansion
 from dspark_ray.target.seeding import discarded_draws_given_back
+from dspark_ray.target.slot_processors import install_carried_processors
 
 
 class DSparkRunnerMixin:
     """Mixed in before vLLM's V1 model runner."""
+
+    def __init__(self, vllm_config: Any, device: Any):
+        super().__init__(vllm_config, device)
+        self.dspark_options = options_of(vllm_config)
+        if not self.is_pooling_model:
+            install_carried_processors(self.input_batch.logitsprocs, vllm_config, device)
+        if self.speculative_config is None:
+            return
+        if self.dspark_options.exactness == "coupled":
+            self.rejection_sampler = CoupledRejectionSampler(self.sampler, self.speculative_config, device)
+        elif device.type == "cpu":
+            mend_cpu_expansion()
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Sample as vLLM does; requests whose token is discarded keep their generator as it was."""
