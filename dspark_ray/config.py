@@ -390,7 +390,7 @@ def load_serve_file(path: Path) -> dict[str, AppConfig]:
     applications = document.get("applications") if isinstance(document, dict) else None
     ours = {
         str(app.get("name", "default")): parse_app_config(app.get("args") or {})
-        for app in applications or []
+        for app in (applications if isinstance(applications, list) else [])
         if isinstance(app, dict) and app.get("import_path") == "dspark_ray.serving.app:build_app"
     }
     if not ours:

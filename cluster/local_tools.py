@@ -1,0 +1,204 @@
+"""What cluster/local.sh does in Python: ports, waiting, one chat, and finding the cluster's own processes.
+
+Standard library and the openai client only; Linux (it reads /proc).
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+MARK = "DSPARK_LOCAL_CLUSTER"
+
+
+def check_ports(addresses: list[str]) -> int:
+    """Say which of the addresses ([host:]port) cannot be listened on; the exit status tells whether any."""
+    status = 0
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host or "127.0.0.1", int(port)))
+            except OSError as error:
+                print(f"port {port} is taken ({error.strerror})", file=sys.stderr)
+                status = 1
+    return status
+
+
+def wait_port(port: int, timeout_s: float = 10.0) -> int:
+    """Wait until something listens on a local port; the exit status is 1 if nothing does in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return 0
+        time.sleep(0.05)
+    return 1
+
+
+def cluster_processes(state: str) -> list[int]:
+    """Processes that carry this state folder's mark in their environment, and all their descendants.
+
+    Descendants are needed too: setting a process title overwrites a process's visible environment.
+    """
+    mark = f"{MARK}={state}".encode()
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+            if stat.rpartition(")")[2].split()[0] == "Z":
+                continue
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    while children := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= children
+    return sorted(found - {os.getpid()})
+
+
+def stop(state: str) -> int:
+    """End the cluster's processes: politely, then for good. The exit status is 1 if any is left."""
+    for sig, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
+        deadline = time.monotonic() + patience_s
+        signalled: set[int] = set()
+        while running := cluster_processes(state):
+            for pid in set(running) - signalled:  # also those that appear while others end
+                try:
+                    os.kill(pid, sig)
+                except ProcessLookupError:
+                    continue
+            signalled.update(running)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+    if running:
+        print(f"still running: {running}", file=sys.stderr)
+    return int(bool(running))
+
+
+def _applications(dashboard: str) -> dict[str, Any]:
+    """Serve's applications, from the dashboard's REST API."""
+    request = urllib.request.Request(  # noqa: S310 - the URL is local.sh's own
+        f"{dashboard}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
+        applications: dict[str, Any] = json.load(response)["applications"]
+    return applications
+
+
+def wait(dashboard: str, timeout_s: float) -> int:
+    """Print the deployments' states as they change, until all run or one has failed."""
+    started = time.monotonic()
+    last = ""
+    while True:
+        try:
+            applications = _applications(dashboard)
+        except (urllib.error.URLError, OSError, KeyError, ValueError) as error:
+            applications, line = {}, f"no answer from the dashboard yet ({error})"
+        else:
+            line = "; ".join(_describe(app) for app in applications.values()) or "nothing is deployed"
+        if line != last:
+            print(f"  {time.monotonic() - started:4.0f} s  {line}", flush=True)
+            last = line
+        statuses = [app["status"] for app in applications.values()]
+        if statuses and all(status == "RUNNING" for status in statuses):
+            return 0
+        failed = [app for app in applications.values() if app["status"] in ("DEPLOY_FAILED", "UNHEALTHY")]
+        if failed or time.monotonic() - started >= timeout_s:
+            for app in failed:
+                print(app["message"], *_messages(app), sep="\n", file=sys.stderr)
+            return 1
+        time.sleep(1)
+
+
+def _describe(app: dict[str, Any]) -> str:
+    """One application in a line: its status and how many replicas of each deployment run."""
+    parts = [f"{app['name']} {app['status']}"]
+    for name, deployment in app["deployments"].items():
+        replicas = deployment["replicas"]
+        running = sum(replica["state"] == "RUNNING" for replica in replicas)
+        parts.append(f"{name} {running}/{deployment['target_num_replicas']}")
+    return "  ".join(parts)
+
+
+def _messages(app: dict[str, Any]) -> list[str]:
+    """What the deployments of an application complain about."""
+    return [f"{name}: {d['message']}" for name, d in app["deployments"].items() if d["message"]]
+
+
+def chat(url: str, question: str) -> int:
+    """Stream one answer of the first model to the terminal, and say how fast it came."""
+    import openai
+
+    with openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), timeout=300) as client:
+        model = client.models.list().data[0].id
+        print(f"\n{model} is asked: {question}\n", flush=True)
+        started = time.monotonic()
+        first = tokens = 0.0
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=128,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for chunk in stream:
+            if chunk.usage:
+                tokens = chunk.usage.completion_tokens
+            if chunk.choices and chunk.choices[0].delta.content:
+                first = first or time.monotonic()
+                print(chunk.choices[0].delta.content, end="", flush=True)
+    decode_s = time.monotonic() - first
+    print(
+        f"\n\n{tokens:.0f} tokens, the first after {first - started:.2f} s, "
+        f"then {(tokens - 1) / decode_s:.1f} tokens/s\n"
+    )
+    return int(tokens == 0)
+
+
+def main() -> int:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check-ports").add_argument("addresses", nargs="+")
+    commands.add_parser("wait-port").add_argument("port", type=int)
+    for name in ("processes", "stop"):
+        commands.add_parser(name).add_argument("state")
+    waiting = commands.add_parser("wait")
+    waiting.add_argument("dashboard")
+    waiting.add_argument("--timeout-s", type=float, required=True)
+    chatting = commands.add_parser("chat")
+    chatting.add_argument("url")
+    chatting.add_argument("question")
+    args = parser.parse_args()
+    match args.command:
+        case "check-ports":
+            return check_ports(args.addresses)
+        case "wait-port":
+            return wait_port(args.port)
+        case "processes":
+            print(*cluster_processes(args.state), sep="\n")
+            return 0
+        case "stop":
+            return stop(args.state)
+        case "wait":
+            return wait(args.dashboard, args.timeout_s)
+        case _:
+            return chat(args.url, args.question)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
