@@ -150,3 +150,108 @@ class SizingDecision(msgspec.Struct, frozen=True):
     wanted: Count
     """Replicas wanted, before Serve's bounds and delays."""
     reason: str
+
+
+# --- Data plane: verifier, drafter and prefill worker, on ZeroMQ -------------------------------------------
+# Both ends are of one deployment and one version: a call that says otherwise is refused. A message is a header
+# of one of these types, and behind it a frame with the rows of features it announces: bf16, row-major.
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 26
+FeatureDtype = Literal["bf16"]
+RequestKey = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+
+
+class DraftEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One request of a draft call. Its anchor stands at base_position + rows."""
+
+    key: RequestKey
+    """Unique within the verifier."""
+    base_position: Position
+    """Absolute position of its first feature row."""
+    rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    """Feature rows it brings, taken from the frame in the order of entries."""
+    anchor_token_id: TokenId
+    draft_len: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    """γ'; 0 only feeds the context."""
+    fresh: bool = False
+    """The slot starts anew at base_position, whatever it held."""
+
+
+class DraftRequest(msgspec.Struct, frozen=True, array_like=True, tag="draft"):
+    """Verifier to drafter, once a step for all of its requests that this drafter has."""
+
+    version: int
+    verifier: RequestKey
+    """Unique for each start of a worker."""
+    epoch: Epoch
+    """Rises with each call of the verifier; the reply repeats it, and a reply to an older call is stale."""
+    fingerprint: str
+    """Of target and drafter, as `fingerprint` in drafter/wire.py computes it."""
+    width: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """d, numbers in a feature row."""
+    dtype: FeatureDtype
+    entries: list[DraftEntry]
+    finished: list[RequestKey]
+    """Keys whose slots may be freed."""
+
+
+class DraftAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The drafter's answer for one entry."""
+
+    draft_token_ids: list[TokenId]
+    confidence_logits: list[float]
+    """z_1..z_γ', one for each drafted token."""
+    missing_from: Position | None = None
+    """First position whose feature the drafter lacks; nothing was drafted then."""
+
+
+class DraftProposal(msgspec.Struct, frozen=True, array_like=True, tag="proposal"):
+    """Drafter to verifier: answers in the order of the call's entries."""
+
+    epoch: Epoch
+    answers: list[DraftAnswer]
+    compute_ms: float
+    """Time the drafter spent on the batch this call was part of; the rest of the round trip is transport."""
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """The call was not served."""
+
+    epoch: Epoch
+    reason: Literal["busy", "fingerprint", "version", "malformed"]
+    detail: str = ""
+
+
+class FetchFeatures(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Verifier to prefill worker: the last rows of one prompt, once."""
+
+    version: int
+    handoff: RequestKey
+    """Made by the server, in both engines' extra_args."""
+    fingerprint: str
+
+
+class FeatureRun(msgspec.Struct, frozen=True, array_like=True, tag="features"):
+    """Prefill worker to verifier; the rows are in the frame behind it."""
+
+    handoff: RequestKey
+    base_position: Position
+    rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    """0: unknown, expired or fetched before."""
+    width: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    dtype: FeatureDtype = "bf16"
+
+
+class TargetControl(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Replica to its engine's workers: what changes at run time. Fields that are None stay as they are."""
+
+    mode: Literal["fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput"] | None = None
+    tau: Fraction | None = None
+    fixed_len: Count | None = None
+    max_verify_len: Count | None = None
+    """Most drafts verified per request and step; 0 switches drafting off."""
+    drafters: tuple[DrafterRoute, ...] | None = None
