@@ -1,0 +1,71 @@
+"""The Serve application: ``import_path: dspark_ray.serving.app:build_app`` of a Serve config file."""
+
+from typing import Any
+
+from ray import serve
+from ray.llm._internal.serve.core.server.builder import build_llm_deployment
+from ray.serve import Application
+
+from dspark_ray.config import AppConfig, ModelConfig, parse_app_config
+from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
+from dspark_ray.serving.ingress import make_ingress
+from dspark_ray.serving.prefill import PrefillServer
+from dspark_ray.serving.verifier import VerifierServer
+from dspark_ray.sources import check_sources
+
+PREFILL_PREFIX = "Prefill:"
+VERIFIER_PREFIX = "Verifier:"
+INGRESS_NAME = "Ingress"
+UNBOUNDED = -1
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Build the application: one verifier deployment per model, its prefill deployment, one ingress.
+
+    Args:
+        args: the ``args`` of the Serve config file, an `AppConfig`.
+
+    Raises:
+        ConfigError: the configuration cannot work; the message names the field.
+    """
+    config = parse_app_config(args)
+    check_sources(config)
+    verifiers = {model.id: _build_verifier(model) for model in config.models}
+    return _build_ingress(config, verifiers)
+
+
+def _build_verifier(model: ModelConfig) -> Application:
+    has_prefill = model.prefill.replicas > 0 or model.prefill.autoscaling is not None
+    bind_kwargs: dict[str, Any] = {"model": model}
+    if has_prefill:
+        bind_kwargs["prefill_server"] = build_llm_deployment(
+            llm_config(model, model.prefill, disaggregated=True),
+            name_prefix=PREFILL_PREFIX,
+            deployment_cls=PrefillServer,
+        )
+    return build_llm_deployment(
+        llm_config(model, model.verifier, disaggregated=has_prefill),
+        name_prefix=VERIFIER_PREFIX,
+        bind_kwargs=bind_kwargs,
+        deployment_cls=VerifierServer,
+    )
+
+
+def _build_ingress(config: AppConfig, verifiers: dict[str, Application]) -> Application:
+    role = config.ingress
+    return serve.deployment(
+        make_ingress(config.security),
+        name=INGRESS_NAME,
+        **scaling_options(role, target_ongoing_requests=role.max_ongoing_requests / 2),
+        # The ingress itself refuses what is beyond its bound, in OpenAI's shape; Serve's proxy would not.
+        max_ongoing_requests=2 * role.max_ongoing_requests,
+        max_queued_requests=UNBOUNDED,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,
+        ray_actor_options={
+            "num_cpus": role.cpus,
+            "num_gpus": role.gpus,
+            "resources": dict(role.resources),
+            "runtime_env": {"env_vars": dict(role.env)},
+        },
+    ).bind(config, verifiers)

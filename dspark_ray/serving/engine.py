@@ -1,0 +1,140 @@
+"""The vLLM engine inside a replica, on Ray Serve LLM's engine class."""
+
+import asyncio
+import functools
+import os
+import socket
+import uuid
+from typing import Any
+
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from ray.util.placement_group import PlacementGroup
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
+from dspark_ray.serving.remote_prefill import PrefillRequest, RemotePrefill, TransferParams
+
+REQUEST_UUID_KEY = "dspark_request_uuid"
+SIDE_CHANNEL_PORT_ENV = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+
+class DisaggregatedLLM(AsyncLLM):
+    """vLLM's engine client, which has a prompt prefilled elsewhere before the engine sees the request.
+
+    This is the one place where a request is already tokens and sampling parameters, whatever endpoint it came
+    through: what is sent to the prefill replica is exactly what this engine would have prefilled, and nothing
+    about its answer (n, stop, tools, grammar, min_tokens) has to survive the trip.
+    """
+
+    remote_prefill: RemotePrefill | None = None
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        """Prefill remotely where that is possible, then add the request as vLLM does."""
+        if not isinstance(params, SamplingParams):
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        request_uuid = uuid.uuid4().hex
+        params = params.clone()
+        params.extra_args = {**(params.extra_args or {}), REQUEST_UUID_KEY: request_uuid}
+        transfer = await self._prefill_elsewhere(request_uuid, prompt, params, kwargs)
+        if transfer is not None:
+            params.extra_args["kv_transfer_params"] = transfer
+        # Shielded: cancelled between the engine's having the request and our having its queue, the request
+        # would run on with nobody to abort it.
+        adding = asyncio.ensure_future(super().add_request(request_id, prompt, params, *args, **kwargs))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            queue = await adding
+            await self.abort(queue.request_id, internal=True)
+            raise
+        except Exception:
+            if transfer is not None:
+                await self.notify_kv_transfer_request_rejected(request_uuid, transfer)
+            raise
+
+    async def _prefill_elsewhere(
+        self, request_uuid: str, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
+    ) -> TransferParams | None:
+        if self.remote_prefill is None or kwargs.get("lora_request") is not None:
+            return None
+        # Blocks are freed when the first of n siblings has fetched them, so those prefill here; so does a
+        # prompt whose logprobs are asked for, since they come from running it.
+        if params.n > 1 or params.prompt_logprobs is not None:
+            return None
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if not token_ids or prompt.get("type") != "token":
+            return None
+        if not 1 < len(token_ids) < self.model_config.max_model_len:
+            return None
+        request = PrefillRequest(
+            request_uuid, list(token_ids), prompt.get("cache_salt"), kwargs.get("priority", 0)
+        )
+        return await self.remote_prefill.run(request)
+
+
+class DSparkEngine(VLLMEngine):
+    """Ray Serve LLM's vLLM engine with our engine client and counters that the replica can read."""
+
+    def __init__(self, llm_config: LLMConfig):
+        self.counters = EngineCounters()
+        if llm_config.engine_kwargs.get("kv_transfer_config") and SIDE_CHANNEL_PORT_ENV not in os.environ:
+            os.environ[SIDE_CHANNEL_PORT_ENV] = str(free_port_range(_ports_needed(llm_config)))
+        super().__init__(llm_config)
+
+    @property
+    def client(self) -> DisaggregatedLLM:
+        """The engine client; there from `start` on."""
+        return self._engine_client
+
+    def _start_async_llm_engine(
+        self,
+        vllm_engine_args: AsyncEngineArgs,
+        vllm_engine_config: VllmConfig,
+        placement_group: PlacementGroup,
+    ) -> DisaggregatedLLM:
+        vllm_engine_config.parallel_config.placement_group = placement_group
+        return DisaggregatedLLM(
+            vllm_config=vllm_engine_config,
+            executor_class=Executor.get_class(vllm_engine_config),
+            log_requests=vllm_engine_args.enable_log_requests,
+            log_stats=True,
+            stat_loggers=[RayPrometheusStatLogger, functools.partial(EngineStats, self.counters)],
+        )
+
+
+def _ports_needed(llm_config: LLMConfig) -> int:
+    kwargs = llm_config.engine_kwargs
+    sizes = (kwargs.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    return functools.reduce(lambda product, size: product * size, sizes, 1)
+
+
+def free_port_range(count: int) -> int:
+    """First of ``count`` neighbouring TCP ports that are free now.
+
+    Ray Serve LLM numbers NIXL's side channels from a fixed base by replica rank, so two models, two roles or
+    two clusters on one machine would meet on the same port.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            first = probe.getsockname()[1]
+        if first + count < 2**16 and all(_is_free(first + offset) for offset in range(count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True

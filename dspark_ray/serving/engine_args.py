@@ -1,0 +1,148 @@
+"""From one model's configuration to what Ray Serve LLM and vLLM are told. No engine starts here."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ray.serve.llm import LLMConfig
+
+from dspark_ray.config import ModelConfig, RoleConfig
+from dspark_ray.sources import resolve_source
+
+CPU_WORKER_CLS = "dspark_ray.target.cpu_worker.DSparkCPUWorker"
+HEALTH_CHECK_PERIOD_S = 5.0
+# A Ray placement group refuses a bundle that reserves nothing.
+LEAST_CPUS = 0.01
+
+
+def llm_config(model: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> LLMConfig:
+    """What a replica of one role needs to start its engine.
+
+    Args:
+        model: the model the replica serves.
+        role: ``model.prefill`` or ``model.verifier``.
+        disaggregated: whether KV is exchanged between prefill and verifier engines.
+
+    Raises:
+        ConfigError: the target's source is not there.
+    """
+    on_cpu = role.gpus == 0
+    source = resolve_source(model.target.source, f"model {model.id}: target.source")
+    return LLMConfig(
+        model_loading_config={"model_id": model.id, "model_source": source},
+        accelerator_type=None if on_cpu else role.accelerator_type,
+        placement_group_config={"bundles": placement_bundles(model, role), "strategy": "PACK"},
+        runtime_env={"env_vars": replica_env(model, role, source)},
+        deployment_config=deployment_options(model, role),
+        engine_kwargs=engine_kwargs(model, on_cpu=on_cpu, disaggregated=disaggregated),
+        log_engine_metrics=True,
+    )
+
+
+def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> dict[str, Any]:
+    """The AsyncEngineArgs of one engine.
+
+    Both sides of a KV transfer get the same arguments: NIXL compares them before it connects two engines.
+    """
+    target = model.target
+    kwargs: dict[str, Any] = {
+        "dtype": target.dtype,
+        "max_num_seqs": target.max_num_seqs,
+        "tensor_parallel_size": target.tensor_parallel_size,
+        "pipeline_parallel_size": target.pipeline_parallel_size,
+        # A cancelled client must be seen in the engine's own counters, so they are never switched off.
+        "disable_log_stats": False,
+    }
+    if target.max_model_len_tokens is not None:
+        kwargs["max_model_len"] = target.max_model_len_tokens
+    if on_cpu:
+        kwargs |= {
+            "enforce_eager": True,
+            "worker_cls": CPU_WORKER_CLS,
+            "kv_cache_memory_bytes": int(target.kv_cache_gib * 2**30),
+        }
+    if disaggregated:
+        kwargs["kv_transfer_config"] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu" if on_cpu else "cuda",
+            "kv_load_failure_policy": "recompute",
+        }
+    return kwargs | target.engine
+
+
+def placement_bundles(model: ModelConfig, role: RoleConfig) -> list[dict[str, float]]:
+    """One bundle per engine rank; together they are what the role says one replica reserves.
+
+    Always explicit: without bundles Ray Serve LLM takes every model for one on GPUs.
+    """
+    ranks = model.target.tensor_parallel_size * model.target.pipeline_parallel_size
+    bundle = {"CPU": max(role.cpus / ranks, LEAST_CPUS)}
+    if role.gpus:
+        bundle["GPU"] = role.gpus / ranks
+    bundle |= {name: amount / ranks for name, amount in role.resources.items()}
+    return [dict(bundle) for _ in range(ranks)]
+
+
+def deployment_options(model: ModelConfig, role: RoleConfig) -> dict[str, Any]:
+    """Ray Serve's options of one role. All bounds are set: those of Ray Serve LLM never shed load."""
+    return {
+        **scaling_options(role, target_ongoing_requests=model.target.max_num_seqs),
+        "max_ongoing_requests": role.max_ongoing_requests,
+        "max_queued_requests": role.max_queued_requests,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "graceful_shutdown_timeout_s": role.graceful_shutdown_timeout_s,
+        # The placement group's bundles already count what the replica takes.
+        "ray_actor_options": {"num_cpus": 0},
+    }
+
+
+def scaling_options(role: RoleConfig, *, target_ongoing_requests: float) -> dict[str, Any]:
+    """``num_replicas`` or ``autoscaling_config`` of a deployment, whichever the role asks for."""
+    bounds = role.autoscaling
+    if bounds is None:
+        return {"num_replicas": role.replicas}
+    initial = bounds.min_replicas if bounds.initial_replicas is None else bounds.initial_replicas
+    return {
+        "autoscaling_config": {
+            "min_replicas": bounds.min_replicas,
+            "initial_replicas": initial,
+            "max_replicas": bounds.max_replicas,
+            "upscale_delay_s": bounds.upscale_delay_s,
+            "downscale_delay_s": bounds.downscale_delay_s,
+            "target_ongoing_requests": target_ongoing_requests,
+        }
+    }
+
+
+def replica_env(model: ModelConfig, role: RoleConfig, source: str) -> dict[str, str]:
+    """Environment of a replica and of the engine processes below it; the role's own entries win."""
+    env: dict[str, str] = {}
+    if Path(source).is_absolute():
+        env["HF_HUB_OFFLINE"] = "1"
+    if role.gpus == 0:
+        env |= {
+            "VLLM_CPU_OMP_THREADS_BIND": core_binding(role.cpu_cores, model.target.tensor_parallel_size),
+            # Threads that spin while they wait would take the cores of the engines beside this one.
+            "KMP_BLOCKTIME": "1",
+        }
+        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+        if openmp.is_file():
+            env["LD_PRELOAD"] = str(openmp)
+    return env | role.env
+
+
+def core_binding(cpu_cores: str | None, ranks: int) -> str:
+    """Thread binding as vLLM reads it: the cores split evenly over the ranks, in order.
+
+    vLLM's own ``auto`` binds every engine of a machine to the same cores, so unset means unbound.
+    """
+    if cpu_cores is None:
+        return "nobind"
+    cores: list[int] = []
+    for part in cpu_cores.split(","):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    each = max(1, len(cores) // ranks)
+    shares = [cores[rank * each : (rank + 1) * each] or cores for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)

@@ -1,0 +1,279 @@
+"""The OpenAI-compatible front of all models.
+
+Ray Serve LLM's protocol (its request classes, one handle per model), but not its ingress class: that answers
+an unknown model in a shape of its own, a client's kv_transfer_params with 500, and back-pressure after the
+first byte. The status of every answer is decided here, before the first byte.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from ray.llm._internal.serve.core.ingress.ingress import make_fastapi_ingress
+from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dspark_ray.config import AppConfig, SecurityConfig
+from dspark_ray.errors import RequestError
+from dspark_ray.serving.access import SCOPE_PRINCIPAL, AccessMiddleware, check_request
+from dspark_ray.serving.drain import DrainGuard
+from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
+from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
+
+ERROR_EVENT = 'data: {"error":'
+TRACE_HEADERS = ("traceparent", "tracestate")
+# Only servers set these: they address other replicas' memory, or steer the engine past our configuration.
+SERVER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+SERVER_XARGS = ("dspark_", *SERVER_FIELDS)
+FLOAT_FIELDS = (
+    "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "length_penalty",
+)  # fmt: skip
+
+
+class OpenAiIngress:
+    """Validates requests, finds their model, relays the answer.
+
+    The relay (`_parts` to `_stream`) sees every part of an answer before the client does, which is where an
+    answer can be taken over by another verifier.
+
+    Args:
+        config: the application's configuration.
+        verifiers: handle of the verifier deployment of each model id.
+    """
+
+    def __init__(self, config: AppConfig, verifiers: Mapping[str, DeploymentHandle]):
+        self._config = config
+        self._verifiers = {model: handle.options(stream=True) for model, handle in verifiers.items()}
+        self._created_s = int(time.time())
+        self._in_flight = 0
+        self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
+
+    async def check_health(self) -> None:
+        """Called by Serve's controller."""
+        self._drain.checked()
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, ChatCompletionRequest, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, CompletionRequest, "completions")
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._verifiers]})
+
+    async def model_data(self, model: str) -> Response:
+        """GET /v1/models/{id}."""
+        if model not in self._verifiers:
+            return error_response(_unknown_model(model))
+        return JSONResponse(self._card(model))
+
+    async def health(self) -> Response:
+        """GET /health."""
+        return JSONResponse({"status": "ok"})
+
+    def _card(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._created_s, "owned_by": "dspark_ray"}
+
+    async def _answer(self, request: Request, kind: type, method: str) -> Response:
+        try:
+            security = self._config.security
+            body = parse_request(await read_body(request, security.max_body_bytes), kind)
+            if body.model not in self._verifiers:
+                raise _unknown_model(body.model)
+            check_request(body, request.scope["state"][SCOPE_PRINCIPAL], security)
+            parts = self._parts(body, method, request.headers)
+            try:
+                first = await anext(parts)
+                _raise_error(first)
+            except BaseException:
+                await parts.aclose()
+                raise
+            if body.stream:
+                return EventStream(self._stream(first, parts), media_type="text/event-stream")
+            await parts.aclose()
+            return JSONResponse(first.model_dump(mode="json"))
+        except Exception as error:
+            return error_response(error)
+
+    async def _parts(self, body: Any, method: str, headers: Mapping[str, str]) -> AsyncGenerator[Any]:
+        """What the verifier yields: one response object, or strings of whole events. Closing cancels it."""
+        if self._in_flight >= self._config.ingress.max_ongoing_requests:
+            raise RequestError(
+                "Too many requests are under way. Try again later.",
+                status=503,
+                code="overloaded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._in_flight += 1
+        try:
+            trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+            response = getattr(self._verifiers[body.model], method).remote(
+                body, RawRequestInfo(headers=trace)
+            )
+            try:
+                async for part in response:
+                    yield part
+            finally:
+                response.cancel()
+        finally:
+            self._in_flight -= 1
+
+    async def _stream(self, first: Any, parts: AsyncGenerator[Any]) -> AsyncGenerator[str]:
+        """The events for the client. Whatever happens after the first one becomes an event, too."""
+        async with contextlib.aclosing(parts):
+            part = first
+            try:
+                while part is not None:
+                    if not isinstance(part, str):
+                        _raise_error(part)
+                    yield part
+                    part = await self._next_part(parts)
+            except Exception as error:
+                yield error_events(error)
+
+    async def _next_part(self, parts: AsyncGenerator[Any]) -> Any:
+        """The next part; None at the end.
+
+        Raises:
+            RequestError: this replica is about to be stopped.
+        """
+
+        async def step() -> Any:
+            return await anext(parts, None)
+
+        task = asyncio.ensure_future(step())
+        try:
+            while True:
+                remaining_s = self._drain.remaining_s()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise RequestError("The server is shutting down.", status=503, code="shutting_down")
+                done, _ = await asyncio.wait({task}, timeout=remaining_s)
+                if done:
+                    return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+
+class EventStream(StreamingResponse):
+    """A stream that is closed, and with it all that works for it, as soon as nobody reads it any more."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a request's body, but never more than allowed, whatever its length claims to be.
+
+    Raises:
+        RequestError: 413.
+    """
+    too_large = RequestError(
+        f"The request body is larger than {max_bytes} bytes.", status=413, code="request_too_large"
+    )
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdigit() or int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def parse_request(raw: bytes, kind: type) -> Any:
+    """Parse a body into a request that is safe to send to an engine.
+
+    Args:
+        raw: the body.
+        kind: ChatCompletionRequest or CompletionRequest.
+
+    Returns:
+        The request, under an id of our own: the client's must not decide what engines call it.
+
+    Raises:
+        RequestError, msgspec.DecodeError, ValidationError: the request is at fault.
+    """
+    fields = msgspec.json.decode(raw)
+    if not isinstance(fields, dict):
+        raise RequestError("The body must be a JSON object.")
+    if not isinstance(fields.get("model"), str):
+        raise RequestError("You must provide a model parameter.", param="model")
+    for name in SERVER_FIELDS:
+        if fields.get(name) is not None:
+            raise RequestError(f"{name} cannot be set by a client.", param=name)
+    xargs = fields.get("vllm_xargs")
+    for name in xargs if isinstance(xargs, dict) else ():
+        if name.startswith(SERVER_XARGS):
+            raise RequestError(f"vllm_xargs.{name} cannot be set by a client.", param="vllm_xargs")
+    body = kind.model_validate({**fields, "request_id": uuid.uuid4().hex})
+    for name in FLOAT_FIELDS:
+        _finite(getattr(body, name, None), name)
+    for value in (body.logit_bias or {}).values():
+        _finite(value, "logit_bias")
+    if isinstance(body, ChatCompletionRequest):
+        body = _sanitize_chat_completion_request(body)
+    return body
+
+
+def _finite(value: float | None, param: str) -> None:
+    # JSON has no NaN, but a string "nan" is taken for a number.
+    if value is not None and not math.isfinite(value):
+        raise RequestError(f"{param} must be a finite number.", param=param)
+
+
+def _unknown_model(model: str) -> RequestError:
+    return RequestError(
+        f"The model {model!r} does not exist.", status=404, code="model_not_found", param="model"
+    )
+
+
+def _raise_error(part: Any) -> None:
+    """Raise what a part says, when it says that the engine failed."""
+    if isinstance(part, ErrorResponse):
+        raise from_engine(part.error)
+    if isinstance(part, str) and part.startswith(ERROR_EVENT):
+        event, _, _ = part.removeprefix("data: ").partition("\n\n")
+        raise from_engine(json.loads(event)["error"])
+
+
+def make_ingress(security: SecurityConfig) -> type:
+    """The class of the ingress deployment: `OpenAiIngress` with its routes and the door in front of them."""
+    app = FastAPI(title="dspark_ray", openapi_url=None)
+    app.add_middleware(AccessMiddleware, security=security)
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    routes = {
+        "chat": lambda app: app.post("/v1/chat/completions"),
+        "completions": lambda app: app.post("/v1/completions"),
+        "models": lambda app: app.get("/v1/models"),
+        "model_data": lambda app: app.get("/v1/models/{model:path}"),
+        "health": lambda app: app.get("/health"),
+    }
+    return make_fastapi_ingress(OpenAiIngress, endpoint_map=routes, app=app)

@@ -1,0 +1,55 @@
+"""A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
+
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import base_prefill_kv_transfer_params
+from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDPrefillServer
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from dspark_ray.serving.engine import DSparkEngine
+from dspark_ray.serving.remote_prefill import PrefillAccepted, PrefillDone, PrefillRequest
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillServer(PDPrefillServer):
+    """Ray Serve LLM's prefill server, asked by token ids instead of by an OpenAI request."""
+
+    _default_engine_cls = DSparkEngine
+    engine: DSparkEngine
+
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillAccepted | PrefillDone]:
+        """Compute the KV of one prompt.
+
+        Yields:
+            `PrefillAccepted` at once, then `PrefillDone` when the KV can be fetched.
+        """
+        yield PrefillAccepted()
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={
+                "kv_transfer_params": {
+                    **base_prefill_kv_transfer_params(),
+                    "remote_host": None,
+                    "remote_port": None,
+                }
+            },
+        )
+        prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
+        outputs = self.engine.client.generate(
+            prompt, params, f"prefill-{request.request_uuid}", priority=request.priority
+        )
+        async for output in outputs:
+            if output.finished and output.kv_transfer_params:
+                yield PrefillDone(output.kv_transfer_params)
+
+    async def stats(self) -> dict[str, Any]:
+        """This replica's counters."""
+        return dataclasses.asdict(self.engine.counters)

@@ -1,0 +1,149 @@
+"""The verifier's side of a remote prefill: ask a prefill replica, wait a bounded time, never fail a request.
+
+Everything that can go wrong here (no replica, none free, one that dies or hangs) costs the caller only the
+wait: it gets None and prefills the prompt itself.
+"""
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0
+ABANDONED_WAIT_S = 0.5
+
+TransferParams = dict[str, Any]
+"""What the verifier's engine needs to fetch the KV: NIXL's address of the blocks in the prefill engine."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """One prompt, on its way to a prefill replica."""
+
+    request_uuid: str
+    prompt_token_ids: list[int]
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillAccepted:
+    """A prefill replica has the prompt in hand: what takes time from here on is work, not a queue."""
+
+
+@dataclass(frozen=True)
+class PrefillDone:
+    """The prompt's KV lies ready in the prefill engine until it is fetched, given up, or its lease ends."""
+
+    transfer: TransferParams
+
+
+Ask = Callable[[PrefillRequest], AsyncGenerator[PrefillAccepted | PrefillDone]]
+"""Sends a request to some prefill replica. Closing the iterator early cancels the work there."""
+GiveUp = Callable[[str, TransferParams], Awaitable[None]]
+"""Tells the prefill engine that nobody will fetch these blocks."""
+
+
+class RemotePrefill:
+    """Bounded, failure-tolerant prefill on another replica.
+
+    Args:
+        ask: sends one request.
+        give_up: frees blocks that will not be fetched.
+        queue_wait_s: longest wait for a replica to take the prompt.
+        deadline_s: longest wait for the replica's work after that.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        give_up: GiveUp,
+        queue_wait_s: float,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._ask = ask
+        self._give_up = give_up
+        self._queue_wait_s = queue_wait_s
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._pause_s = FIRST_PAUSE_S
+        self._paused_until_s = -1.0
+        self._background: set[asyncio.Task[None]] = set()
+        self.outcomes: Counter[str] = Counter()
+        """How often each of done, paused, late, failed and abandoned came out."""
+
+    async def run(self, request: PrefillRequest) -> TransferParams | None:
+        """Have the prompt prefilled elsewhere.
+
+        Returns:
+            The transfer parameters, or None where the caller must prefill itself.
+        """
+        if self._clock() < self._paused_until_s:
+            self.outcomes["paused"] += 1
+            return None
+        # A task of its own in an empty context: Serve cancels a cancelled request's calls at once, which
+        # would lose the address of blocks that have just become ready and leave them to their lease.
+        task = asyncio.create_task(self._exchange(request), context=contextvars.Context())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._spawn(self._abandon(request, task))
+            raise
+
+    async def _exchange(self, request: PrefillRequest) -> TransferParams | None:
+        events = self._ask(request)
+        accepted = False
+        try:
+            async with asyncio.timeout(self._queue_wait_s) as timer:
+                async for event in events:
+                    if isinstance(event, PrefillDone):
+                        self._pause_s = FIRST_PAUSE_S
+                        self.outcomes["done"] += 1
+                        return event.transfer
+                    accepted = True
+                    timer.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
+            raise RuntimeError("the prefill replica ended without a result")
+        except TimeoutError:
+            self.outcomes["late"] += 1
+            self._pause("did not finish" if accepted else "no prefill replica was free", request)
+        except Exception as error:
+            self.outcomes["failed"] += 1
+            self._pause(f"{type(error).__name__}: {error}", request)
+        finally:
+            await events.aclose()
+        return None
+
+    def _pause(self, reason: str, request: PrefillRequest) -> None:
+        """Spare the next requests the wait, longer each time until one prefill has worked again."""
+        self._paused_until_s = self._clock() + self._pause_s
+        logger.warning(
+            "request %s is prefilled locally, as is everything for the next %.1f s: %s",
+            request.request_uuid,
+            self._pause_s,
+            reason.splitlines()[-1] if reason else "",
+        )
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    async def _abandon(self, request: PrefillRequest, task: asyncio.Task[TransferParams | None]) -> None:
+        """The client is gone: free the blocks if they come soon, else cancel the work."""
+        self.outcomes["abandoned"] += 1
+        try:
+            transfer = await asyncio.wait_for(task, ABANDONED_WAIT_S)
+        except TimeoutError:
+            return
+        if transfer is not None:
+            await self._give_up(request.request_uuid, transfer)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,81 @@
+"""A verifier replica: owns a request from its prompt to its last token."""
+
+import dataclasses
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.llm._internal.serve.core.server.llm_server import LLMServer
+from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
+
+from dspark_ray.config import ModelConfig
+from dspark_ray.serving.engine import DSparkEngine
+from dspark_ray.serving.remote_prefill import PrefillAccepted, PrefillDone, PrefillRequest, RemotePrefill
+from dspark_ray.serving.streams import coalesce
+
+STREAM_INTERVAL_S = 0.02
+
+
+class VerifierServer(PDDecodeServer):
+    """Ray Serve LLM's decode server; its engine client asks for the prefill (see `DisaggregatedLLM`).
+
+    Args:
+        llm_config: what starts the engine.
+        model: the model served.
+        prefill_server: handle of the model's prefill deployment; None where it has none.
+    """
+
+    _default_engine_cls = DSparkEngine
+    engine: DSparkEngine
+
+    async def __init__(
+        self, llm_config: LLMConfig, *, model: ModelConfig, prefill_server: DeploymentHandle | None = None
+    ):
+        self._remote_prefill: RemotePrefill | None = None
+        if prefill_server is None:
+            await LLMServer.__init__(self, llm_config)
+            return
+        await super().__init__(llm_config, prefill_server=prefill_server)
+        client = self.engine.client
+        self._remote_prefill = RemotePrefill(
+            self._ask_prefill,
+            client.notify_kv_transfer_request_rejected,
+            queue_wait_s=model.prefill.queue_wait_s,
+            deadline_s=model.prefill.deadline_s,
+        )
+        client.remote_prefill = self._remote_prefill
+
+    async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillAccepted | PrefillDone]:
+        response = self._prefill_handle.prefill.remote(request)
+        try:
+            async for event in response:
+                yield event
+        finally:
+            response.cancel()
+
+    async def _pd_handle_request(
+        self, request: Any, raw_request_info: RawRequestInfo | None = None
+    ) -> AsyncGenerator[Any]:
+        """Run one chat or completion request on this replica's engine.
+
+        Yields:
+            One response object, or strings of whole server-sent events.
+        """
+        method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
+        answer = await self._run_request(request, engine_method=method, raw_request_info=raw_request_info)
+        if request.stream:
+            answer = coalesce(answer, STREAM_INTERVAL_S)
+        try:
+            async for part in answer:
+                yield part
+        finally:
+            await answer.aclose()
+
+    async def stats(self) -> dict[str, Any]:
+        """This replica's counters."""
+        prefills = dict(self._remote_prefill.outcomes) if self._remote_prefill else {}
+        return {**dataclasses.asdict(self.engine.counters), "pid": os.getpid(), "remote_prefills": prefills}
