@@ -1,6 +1,8 @@
 """What an engine says of itself: read inside the replica, by telemetry, by the scheduler and by tests."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -30,6 +32,10 @@ class EngineCounters:
     def kv_blocks_used(self) -> int:
         """Blocks in use, of ``kv_blocks_total``."""
         return round(self.kv_usage * self.kv_blocks_total)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The numbers as plain data, with the process they are of."""
+        return {**asdict(self), "kv_blocks_used": self.kv_blocks_used, "pid": os.getpid()}
 
 
 class EngineStats(StatLoggerBase):

@@ -16,11 +16,15 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+)
 from ray.llm._internal.serve.core.ingress.ingress import make_fastapi_ingress
 from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse

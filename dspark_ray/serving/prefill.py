@@ -1,19 +1,22 @@
 """A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
 
-import dataclasses
-import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import base_prefill_kv_transfer_params
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDPrefillServer
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dspark_ray.serving.engine import DSparkEngine
-from dspark_ray.serving.remote_prefill import PrefillAccepted, PrefillDone, PrefillRequest
-
-logger = logging.getLogger(__name__)
+from dspark_ray.serving.remote_prefill import (
+    PrefillAccepted,
+    PrefillDone,
+    PrefillEvent,
+    PrefillRefused,
+    PrefillRequest,
+)
 
 
 class PrefillServer(PDPrefillServer):
@@ -22,11 +25,11 @@ class PrefillServer(PDPrefillServer):
     _default_engine_cls = DSparkEngine
     engine: DSparkEngine
 
-    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillAccepted | PrefillDone]:
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         """Compute the KV of one prompt.
 
         Yields:
-            `PrefillAccepted` at once, then `PrefillDone` when the KV can be fetched.
+            `PrefillAccepted` at once, then `PrefillDone` when the KV can be fetched, or `PrefillRefused`.
         """
         yield PrefillAccepted()
         params = SamplingParams(
@@ -46,10 +49,13 @@ class PrefillServer(PDPrefillServer):
         outputs = self.engine.client.generate(
             prompt, params, f"prefill-{request.request_uuid}", priority=request.priority
         )
-        async for output in outputs:
-            if output.finished and output.kv_transfer_params:
-                yield PrefillDone(output.kv_transfer_params)
+        try:
+            async for output in outputs:
+                if output.finished and output.kv_transfer_params:
+                    yield PrefillDone(output.kv_transfer_params)
+        except (ValueError, VLLMClientError):
+            yield PrefillRefused()
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
-        return dataclasses.asdict(self.engine.counters)
+        return self.engine.counters.snapshot()

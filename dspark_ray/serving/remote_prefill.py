@@ -39,13 +39,19 @@ class PrefillAccepted:
 
 
 @dataclass(frozen=True)
+class PrefillRefused:
+    """The prompt itself is at fault. The verifier's engine will say so to the client."""
+
+
+@dataclass(frozen=True)
 class PrefillDone:
     """The prompt's KV lies ready in the prefill engine until it is fetched, given up, or its lease ends."""
 
     transfer: TransferParams
 
 
-Ask = Callable[[PrefillRequest], AsyncGenerator[PrefillAccepted | PrefillDone]]
+PrefillEvent = PrefillAccepted | PrefillRefused | PrefillDone
+Ask = Callable[[PrefillRequest], AsyncGenerator[PrefillEvent]]
 """Sends a request to some prefill replica. Closing the iterator early cancels the work there."""
 GiveUp = Callable[[str, TransferParams], Awaitable[None]]
 """Tells the prefill engine that nobody will fetch these blocks."""
@@ -79,7 +85,7 @@ class RemotePrefill:
         self._paused_until_s = -1.0
         self._background: set[asyncio.Task[None]] = set()
         self.outcomes: Counter[str] = Counter()
-        """How often each of done, paused, late, failed and abandoned came out."""
+        """How often each of done, refused, paused, late, failed and abandoned came out."""
 
     async def run(self, request: PrefillRequest) -> TransferParams | None:
         """Have the prompt prefilled elsewhere.
@@ -87,9 +93,13 @@ class RemotePrefill:
         Returns:
             The transfer parameters, or None where the caller must prefill itself.
         """
-        if self._clock() < self._paused_until_s:
+        now_s = self._clock()
+        if now_s < self._paused_until_s:
             self.outcomes["paused"] += 1
             return None
+        if self._pause_s > FIRST_PAUSE_S:
+            # The last one failed: this request alone finds out whether it works again.
+            self._paused_until_s = now_s + self._queue_wait_s
         # A task of its own in an empty context: Serve cancels a cancelled request's calls at once, which
         # would lose the address of blocks that have just become ready and leave them to their lease.
         task = asyncio.create_task(self._exchange(request), context=contextvars.Context())
@@ -106,9 +116,11 @@ class RemotePrefill:
             async with asyncio.timeout(self._queue_wait_s) as timer:
                 async for event in events:
                     if isinstance(event, PrefillDone):
-                        self._pause_s = FIRST_PAUSE_S
-                        self.outcomes["done"] += 1
+                        self._works("done")
                         return event.transfer
+                    if isinstance(event, PrefillRefused):
+                        self._works("refused")
+                        return None
                     accepted = True
                     timer.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
             raise RuntimeError("the prefill replica ended without a result")
@@ -121,6 +133,11 @@ class RemotePrefill:
         finally:
             await events.aclose()
         return None
+
+    def _works(self, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        self._pause_s = FIRST_PAUSE_S
+        self._paused_until_s = -1.0
 
     def _pause(self, reason: str, request: PrefillRequest) -> None:
         """Spare the next requests the wait, longer each time until one prefill has worked again."""

@@ -1,20 +1,18 @@
 """A verifier replica: owns a request from its prompt to its last token."""
 
-import dataclasses
-import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
 from dspark_ray.config import ModelConfig
 from dspark_ray.serving.engine import DSparkEngine
-from dspark_ray.serving.remote_prefill import PrefillAccepted, PrefillDone, PrefillRequest, RemotePrefill
+from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
 from dspark_ray.serving.streams import coalesce
 
 STREAM_INTERVAL_S = 0.02
@@ -49,7 +47,7 @@ class VerifierServer(PDDecodeServer):
         )
         client.remote_prefill = self._remote_prefill
 
-    async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillAccepted | PrefillDone]:
+    async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         response = self._prefill_handle.prefill.remote(request)
         try:
             async for event in response:
@@ -78,4 +76,4 @@ class VerifierServer(PDDecodeServer):
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
         prefills = dict(self._remote_prefill.outcomes) if self._remote_prefill else {}
-        return {**dataclasses.asdict(self.engine.counters), "pid": os.getpid(), "remote_prefills": prefills}
+        return {**self.engine.counters.snapshot(), "remote_prefills": prefills}
