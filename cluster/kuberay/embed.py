@@ -2,8 +2,8 @@
 
     python cluster/kuberay/embed.py cluster/kuberay/*.yaml
 
-A RayService holds the Serve config as text of its own. So that the two never differ, the file under deployments/
-is the source and this writes the copy; a test fails while they differ.
+A RayService holds the Serve config as text of its own. So that the two never differ, the file under
+deployments/ is the source and this writes the copy; a test fails while they differ.
 """
 
 import re
