@@ -348,12 +348,11 @@ def test_redis_starts_as_its_deployment_says_asks_for_the_password_and_writes_no
         [*spec["command"], script], cwd=tmp_path, env={"REDIS_PASSWORD": "pw"}, stdout=subprocess.DEVNULL
     )
     try:
-        client = redis.Redis(
-            port=port, password="pw", retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 100)
-        )
+        until_up = redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 200)
+        client = redis.Redis(port=port, password="pw", retry=until_up)
         client.set("k", "v")
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(port=port).ping()
+            redis.Redis(port=port, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0)).ping()
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-ttl"}
         server.terminate()  # reaches Redis itself: the shell has become it
         assert server.wait(10) == 0
