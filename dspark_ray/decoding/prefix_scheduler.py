@@ -256,7 +256,7 @@ def check_lossless(
     exactness: Exactness,
     *,
     sampled_drafts: bool = False,
-    scored_q: Literal["drawn_from", "one_hot"] = "drawn_from",
+    scored_q: Literal["drawn_from", "one_hot_fallback"] = "drawn_from",
     confidence_head_type: Literal["linear", "mlp"] | None = None,
     length_rules: Collection[LengthRule] = (),
 ) -> None:
@@ -268,7 +268,8 @@ def check_lossless(
     Args:
         exactness: how drafts are accepted; probabilistic means sampled drafts and the ratio rule.
         sampled_drafts: whether drafts are drawn from q, not an argmax.
-        scored_q: what the ratio rule takes for q when drafts are sampled.
+        scored_q: what the ratio rule takes for q when drafts are sampled; one_hot_fallback takes a one-hot q
+            for tokens whose real one is not at hand.
         confidence_head_type: mlp reads the drafted token x_k itself; None without a head.
         length_rules: everything that shortens the verified prefix.
 
@@ -279,9 +280,9 @@ def check_lossless(
         return
     setting = f"exactness {exactness!r} with sampled drafts"
     cure = "use exactness 'coupled' or argmax drafts"
-    if scored_q == "one_hot":
+    if scored_q == "one_hot_fallback":
         raise ExactnessError(
-            f"{setting} and scored_q 'one_hot': a drawn token is scored as if it were certain; {cure}"
+            f"{setting} and scored_q 'one_hot_fallback': which tokens fall back depends on the token; {cure}"
         )
     if confidence_head_type == "mlp" and set(length_rules) - {"fixed_len"}:
         raise ExactnessError(
