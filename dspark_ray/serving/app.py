@@ -9,8 +9,8 @@ from ray.serve import Application
 from dspark_ray.config import AppConfig, ModelConfig, parse_app_config
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
 from dspark_ray.serving.ingress import make_ingress
-from dspark_ray.serving.prefill import PrefillServer
-from dspark_ray.serving.verifier import VerifierServer
+from dspark_ray.serving.prefill import DataParallelPrefillServer, PrefillServer
+from dspark_ray.serving.verifier import DataParallelVerifierServer, VerifierServer
 from dspark_ray.sources import check_sources
 
 PREFILL_PREFIX = "Prefill:"
@@ -36,18 +36,19 @@ def build_app(args: dict[str, Any]) -> Application:
 
 def _build_verifier(model: ModelConfig) -> Application:
     has_prefill = model.prefill.replicas > 0 or model.prefill.autoscaling is not None
+    data_parallel = model.target.data_parallel_size > 1
     bind_kwargs: dict[str, Any] = {"model": model}
     if has_prefill:
         bind_kwargs["prefill_server"] = build_llm_deployment(
             llm_config(model, model.prefill, disaggregated=True),
             name_prefix=PREFILL_PREFIX,
-            deployment_cls=PrefillServer,
+            deployment_cls=DataParallelPrefillServer if data_parallel else PrefillServer,
         )
     return build_llm_deployment(
         llm_config(model, model.verifier, disaggregated=has_prefill),
         name_prefix=VERIFIER_PREFIX,
         bind_kwargs=bind_kwargs,
-        deployment_cls=VerifierServer,
+        deployment_cls=DataParallelVerifierServer if data_parallel else VerifierServer,
     )
 
 

@@ -53,6 +53,8 @@ def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> d
         # A cancelled client must be seen in the engine's own counters, so they are never switched off.
         "disable_log_stats": False,
     }
+    if target.data_parallel_size > 1:
+        kwargs["data_parallel_size"] = target.data_parallel_size
     if target.max_model_len_tokens is not None:
         kwargs["max_model_len"] = target.max_model_len_tokens
     if on_cpu:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import base_prefill_kv_transfer_params
+from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDPrefillServer
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -59,3 +60,7 @@ class PrefillServer(PDPrefillServer):
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
         return self.engine.counters.snapshot()
+
+
+class DataParallelPrefillServer(PrefillServer, DPServer):
+    """A prefill replica that is one rank of a data-parallel group; Serve starts the group together."""

@@ -6,7 +6,7 @@ from typing import Any
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from ray.llm._internal.serve.core.server.llm_server import LLMServer
+from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer
 from ray.serve.handle import DeploymentHandle
 
@@ -35,7 +35,8 @@ class VerifierServer(PDDecodeServer):
     ):
         self._remote_prefill: RemotePrefill | None = None
         if prefill_server is None:
-            await LLMServer.__init__(self, llm_config)
+            # Past PDDecodeServer, which insists on a prefill deployment, to whatever server comes after it.
+            await super(PDDecodeServer, self).__init__(llm_config)
             return
         await super().__init__(llm_config, prefill_server=prefill_server)
         client = self.engine.client
@@ -77,3 +78,7 @@ class VerifierServer(PDDecodeServer):
         """This replica's counters."""
         prefills = dict(self._remote_prefill.outcomes) if self._remote_prefill else {}
         return {**self.engine.counters.snapshot(), "remote_prefills": prefills}
+
+
+class DataParallelVerifierServer(VerifierServer, DPServer):
+    """A verifier that is one rank of a data-parallel group; Serve starts and restarts the group together."""

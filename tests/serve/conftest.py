@@ -1,0 +1,83 @@
+"""The application that the tests of this folder share, and what vLLM alone says to the same prompts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving_harness import RunningApp, running_app
+
+PROMPTS = 20
+MAX_TOKENS = 64
+DATA = Path(__file__).resolve().parent.parent / "data" / "eval_slice.jsonl"
+
+APP_ARGS = {
+    "models": [
+        {
+            "id": "smollm2",
+            "target": {
+                "source": "demo:smollm2",
+                "dtype": "float32",
+                "max_model_len_tokens": 1024,
+                "max_num_seqs": 8,
+                "kv_cache_gib": 0.25,
+                "engine": {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+            },
+            "prefill": {"replicas": 1, "cpu_cores": "0"},
+            "verifier": {"replicas": 1, "cpu_cores": "1"},
+        },
+        {
+            "id": "small/local",
+            "target": {
+                "source": "demo:smollm2",
+                "dtype": "float32",
+                "max_model_len_tokens": 512,
+                "max_num_seqs": 2,
+                "kv_cache_gib": 0.125,
+            },
+            "verifier": {"cpu_cores": "0", "max_ongoing_requests": 2, "max_queued_requests": 2},
+        },
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def app(demo_model: Path) -> Iterator[RunningApp]:
+    """Two models: one with a prefill replica, one without."""
+    with running_app(APP_ARGS) as app:
+        yield app
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Some of each set: 20 in all."""
+    lines = [json.loads(line)["prompt"] for line in DATA.read_text().splitlines()]
+    return lines[:: len(lines) // PROMPTS][:PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def offline_texts(demo_model: Path, prompts: list[str]) -> list[str]:
+    """Greedy fp32 answers of vLLM, without Serve, disaggregation or any of our classes."""
+    script = Path(__file__).with_name("offline_reference.py")
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "KMP_BLOCKTIME": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), str(demo_model), str(MAX_TOKENS)],
+        input="\n".join(json.dumps(prompt) for prompt in prompts),
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    texts: list[str] = json.loads(done.stdout)
+    return texts

@@ -1,0 +1,33 @@
+"""What only a process inside the Ray cluster can do; run there by `RunningApp.drill`."""
+
+import os
+import signal
+import time
+from typing import Any
+
+from ray import serve
+from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
+
+from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest
+
+
+def prefill_dies_before_its_kv_is_fetched(app: str, model: str) -> dict[str, Any]:
+    """Have a prompt prefilled, kill the prefill replica, give the verifier the dead blocks' address."""
+    prefill = serve.get_deployment_handle(f"Prefill:{model}", app)
+    verifier = serve.get_deployment_handle(f"Verifier:{model}", app)
+    prompt = list(range(1000, 1300))
+
+    def answer(transfer: dict[str, Any] | None) -> str:
+        request = CompletionRequest(
+            model=model, prompt=prompt, max_tokens=8, temperature=0, kv_transfer_params=transfer
+        )
+        (whole,) = verifier.options(stream=True).completions.remote(request, None)
+        return whole.choices[0].text
+
+    answer(None)  # the two engines know each other now
+    prompt[7] = 17  # and the verifier has not seen this prompt
+    *_, done = prefill.options(stream=True).prefill.remote(PrefillRequest("drill", prompt))
+    assert isinstance(done, PrefillDone)
+    os.kill(prefill.stats.remote().result()["pid"], signal.SIGKILL)
+    time.sleep(1)
+    return {"stale": answer(done.transfer), "local": answer(None)}

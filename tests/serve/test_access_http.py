@@ -1,0 +1,145 @@
+"""Keys and limits through Serve's own HTTP proxy and a replica process, as clients meet them."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+from serving_harness import REPO, free_port
+
+ENV_KEY, SMALL_KEY, SLOW_KEY = (
+    "sk-env-0123456789abcdef",
+    "sk-small-0123456789abcdef",
+    "sk-slow-0123456789abcdef",
+)
+HELLO = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
+CHAT = "/v1/chat/completions"
+
+
+def entry(name: str, key: str, **fields: object) -> dict[str, object]:
+    return {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    folder = Path(tempfile.mkdtemp(prefix="dspark-"))  # short: Ray keeps sockets below it
+    keys = [
+        entry("small", SMALL_KEY, models=["small"], limits={"concurrent_requests": 1}),
+        entry("slow", SLOW_KEY, limits={"requests_per_minute": 1, "burst_requests": 2}),
+    ]
+    (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    target = {"source": "demo:smollm2"}
+    args = {
+        "models": [{"id": "small", "target": target}, {"id": "large", "target": target}],
+        "security": {
+            "api_keys_env": "TEST_API_KEYS",
+            "api_keys_file": str(folder / "keys.yaml"),
+            "max_output_tokens": 500,
+        },
+    }
+    (folder / "args.json").write_text(json.dumps(args))
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(REPO), "TEST_API_KEYS": ENV_KEY}
+    env.pop("RAY_ADDRESS", None)
+    port = free_port()
+    driver = Path(__file__).with_name("access_driver.py")
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(driver), str(folder / "args.json"), str(port), str(folder / "ray")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=env,
+        )
+        try:
+            ready = process.stdout.readline()
+            assert ready == b"ready\n", (folder / "log").read_text()[-3000:]
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                process.stdout.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def client(url: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def test_a_stranger_is_refused_and_a_key_admits(url):
+    refused = httpx.post(url + CHAT, json=HELLO, timeout=60)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["code"] == "missing_api_key"
+    assert refused.headers["www-authenticate"] == 'Bearer realm="dspark-ray"'
+    with pytest.raises(openai.AuthenticationError):
+        client(url, "sk-wrong-0123456789abcdef").models.list()
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+    for key in (ENV_KEY, SMALL_KEY):
+        answer = client(url, key).chat.completions.create(**HELLO)
+        assert answer.choices[0].message.content == "hello, at most 500", "the bound is the default"
+
+
+def test_curl_streams(url):
+    body = json.dumps(HELLO | {"stream": True, "max_tokens": 2})
+    done = subprocess.run(
+        ["curl", "-sN", url + CHAT, "-H", f"Authorization: Bearer {ENV_KEY}", "-H", "Content-Type: application/json",
+         "-d", body], capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.count("hello") == 2
+    assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+def test_a_key_is_held_to_its_models_and_the_bounds(url):
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        client(url, SMALL_KEY).chat.completions.create(**HELLO | {"model": "large"})
+    assert refused.value.code == "model_not_allowed"
+    client(url, ENV_KEY).chat.completions.create(**HELLO | {"model": "large"})
+    with pytest.raises(openai.BadRequestError) as refused:
+        client(url, ENV_KEY).chat.completions.create(**HELLO, max_completion_tokens=501)
+    assert refused.value.param == "max_completion_tokens"
+
+
+def test_rate_limit(url):
+    slow = client(url, SLOW_KEY)
+    slow.chat.completions.create(**HELLO)
+    slow.chat.completions.create(**HELLO)
+    with pytest.raises(openai.RateLimitError) as refused:
+        slow.chat.completions.create(**HELLO)
+    assert 30 < int(refused.value.response.headers["retry-after"]) <= 60
+
+
+@pytest.mark.parametrize("ends", ["read to its end", "client goes away"])
+def test_a_stream_holds_its_slot_until_it_is_over(url, ends):
+    small = client(url, SMALL_KEY)
+    stream = small.chat.completions.create(
+        **HELLO, stream=True, max_tokens=20 if ends == "read to its end" else 500
+    )
+    next(stream)
+    with pytest.raises(openai.RateLimitError) as refused:
+        small.chat.completions.create(**HELLO)
+    assert refused.value.code == "concurrency_limit_exceeded"
+    if ends == "read to its end":
+        assert len(list(stream)) == 19
+    else:
+        stream.close()  # 25 s before its end
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        try:
+            small.chat.completions.create(**HELLO)
+            break
+        except openai.RateLimitError:
+            time.sleep(0.1)
+    else:
+        pytest.fail("the slot of a finished stream is still taken")

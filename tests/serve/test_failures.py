@@ -1,0 +1,108 @@
+"""Clients that leave and replicas that die."""
+
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from serving_harness import RunningApp, wait_until
+
+PREFILL, VERIFIER = "Prefill:smollm2", "Verifier:smollm2"
+LONG = " ".join(f"item{number}" for number in range(150))
+
+
+def is_idle(app: RunningApp) -> bool:
+    every = [app.stats(name) for name in (PREFILL, VERIFIER)]
+    return not any(
+        stats["requests_running"] or stats["requests_waiting"] or stats["kv_usage"] for stats in every
+    )
+
+
+def request(prompt: str, **options) -> dict:
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": 600, "ignore_eos": True} | options
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_everything_within_a_second(app: RunningApp) -> None:
+    wait_until(lambda: is_idle(app), 20, "idle before the test")
+    body = request("Once upon a time", stream=True)
+    with httpx.stream("POST", f"{app.base_url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        for _ in range(20):
+            next(lines)
+        assert app.stats(VERIFIER)["kv_blocks_used"] > 0
+    left = time.monotonic()
+    generated = app.stats(VERIFIER)["tokens_generated"]
+    wait_until(lambda: is_idle(app), 1.5, "blocks free after the client left", every_s=0.02)
+    assert time.monotonic() - left < 1.5
+    assert app.stats(VERIFIER)["tokens_generated"] < generated + 60
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.1, 0.3, 0.8])
+def test_a_client_that_leaves_before_the_first_token_frees_everything(
+    app: RunningApp, after_s: float
+) -> None:
+    """Queued, in prefill, in transfer: wherever the request is when its client is gone."""
+    wait_until(lambda: is_idle(app), 20, "idle before the test")
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{app.base_url}/v1/completions", json=request(f"{after_s} {LONG}"), timeout=after_s)
+    wait_until(lambda: is_idle(app), 3, "blocks free after the client left")
+    time.sleep(1)
+    assert is_idle(app)
+
+
+def test_a_killed_prefill_replica_fails_no_request(app: RunningApp) -> None:
+    client = app.client()
+    outcomes, stop = [], threading.Event()
+
+    def ask(worker: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            try:
+                answer = client.completions.create(
+                    model="smollm2", prompt=f"{worker} {number} {LONG}", max_tokens=4, temperature=0
+                )
+                outcomes.append(answer.usage.completion_tokens)
+            except Exception as error:
+                outcomes.append(error)
+
+    workers = [threading.Thread(target=ask, args=(worker,)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    try:
+        wait_until(lambda: len(outcomes) >= 3, 60, "first answers")
+        killed = app.stats(PREFILL)["pid"]
+        app.kill_replica(PREFILL)
+        before = len(outcomes)
+        wait_until(lambda: len(outcomes) >= before + 12, 120, "answers after the kill")
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+    assert outcomes == [4] * len(outcomes)
+    wait_for_prefill(app, killed)
+
+
+def test_kv_of_a_dead_prefill_replica_is_recomputed(app: RunningApp) -> None:
+    killed = app.stats(PREFILL)["pid"]
+    texts = app.drill(
+        Path(__file__).with_name("drills.py"), "prefill_dies_before_its_kv_is_fetched", "smollm2"
+    )
+    assert texts["stale"] == texts["local"] != ""
+    wait_until(lambda: app.stats(VERIFIER)["kv_usage"] == 0, 5, "the verifier's blocks free again")
+    wait_for_prefill(app, killed)
+
+
+def wait_for_prefill(app: RunningApp, killed: int) -> None:
+    """Wait until another prefill replica than the killed one prefills."""
+    wait_until(lambda: app.replica_states()[PREFILL] == {"RUNNING": 1}, 180, "a new prefill replica")
+    assert app.stats(PREFILL)["pid"] != killed
+    client = app.client()
+    done = app.stats(VERIFIER)["remote_prefills"]["done"]
+
+    def prefilled_remotely() -> bool:
+        client.completions.create(model="smollm2", prompt=f"again {time.time()}", max_tokens=1)
+        return app.stats(VERIFIER)["remote_prefills"]["done"] > done
+
+    wait_until(prefilled_remotely, 30, "prefill on the new replica")

@@ -1,0 +1,148 @@
+"""A running application for tests: real Ray, real Serve, real vLLM, seen from outside as a client sees it."""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 420.0
+ANSWER_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
+
+
+class RunningApp:
+    """One application, its cluster and the ways into it."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
+        self._process = process
+        self._log = log
+        self.base_url = f"http://127.0.0.1:{port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The official client. It never retries: each failure is to be seen."""
+        defaults = {"api_key": "none", "max_retries": 0, "timeout": 120.0}
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", **(defaults | options))
+
+    def call(self, deployment: str, method: str, *args: Any) -> Any:
+        """Call a method of one replica of a deployment by its Serve handle."""
+        return self._command({"do": "call", "deployment": deployment, "method": method, "args": args})
+
+    def replica_states(self) -> dict[str, dict[str, int]]:
+        """Number of replicas by state, for each deployment."""
+        return self._command({"do": "states"})
+
+    def drill(self, file: Path, function: str, *args: Any) -> Any:
+        """Run a function of a file inside the driver, which is a client of the same Ray cluster."""
+        return self._command({"do": "drill", "file": str(file), "function": function, "args": args})
+
+    def stats(self, deployment: str) -> dict[str, Any]:
+        """Counters of one replica."""
+        return self.call(deployment, "stats")
+
+    def kill_replica(self, deployment: str) -> None:
+        """End one replica's process as the kernel's out-of-memory killer would."""
+        os.kill(self.stats(deployment)["pid"], signal.SIGKILL)
+
+    def _command(self, command: dict[str, Any]) -> Any:
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        answer = self.read_reply(ANSWER_TIMEOUT_S)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def read_reply(self, timeout_s: float) -> Any:
+        """The driver's next answer."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(timeout_s)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            state = "ended" if self._process.poll() is not None else "did not answer"
+            raise RuntimeError(f"the driver {state}; end of its log:\n{self._log.read_text()[-6000:]}")
+        return json.loads(line)
+
+
+@contextmanager
+def running_app(args: dict[str, Any]) -> Iterator[RunningApp]:
+    """Start an application of the given `AppConfig` and stop it, with all its processes, at the end."""
+    # Ray's socket paths must stay short, so not pytest's own temporary folder.
+    folder = Path(tempfile.mkdtemp(prefix="dspark-"))
+    args_file, log = folder / "args.json", folder / "driver.log"
+    args_file.write_text(json.dumps(args))
+    port = free_port()
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(REPO), "RAY_USAGE_STATS_ENABLED": "0"}
+    env.pop("RAY_ADDRESS", None)
+    command = [sys.executable, str(REPO / "tests" / "serving_driver.py"), str(args_file), str(port)]
+    with log.open("w") as log_file:
+        process = subprocess.Popen(
+            [*command, str(folder / "ray")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            text=True,
+            env=env,
+        )
+    app = RunningApp(process, port, log)
+    try:
+        app.read_reply(START_TIMEOUT_S)
+        yield app
+    finally:
+        _stop(process, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(process: subprocess.Popen[str], folder: Path) -> None:
+    """End the driver and then whatever of its cluster is still there, known by the cluster's own folder."""
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.stdin.close()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    for left in family:
+        try:
+            if left.is_running():
+                left.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family, timeout=10)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str, every_s: float = 0.1) -> Any:
+    """Poll until the condition is true and return its value.
+
+    Raises:
+        AssertionError: naming ``what`` did not happen.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(every_s)

@@ -1,0 +1,86 @@
+"""What Ray Serve LLM and vLLM are told follows from the configuration, and from it alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dspark_ray.config import ModelConfig
+from dspark_ray.errors import ConfigError
+from dspark_ray.serving.engine_args import core_binding, llm_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return tmp_path
+
+
+def model(folder: Path, **fields) -> ModelConfig:
+    return ModelConfig.model_validate({"id": "m/x.1", "target": {"source": str(folder)}} | fields)
+
+
+def test_cpu_roles_get_cpu_bundles_bounds_and_the_same_engine_on_both_sides(folder: Path) -> None:
+    config = model(
+        folder,
+        prefill={"replicas": 2, "cpus": 2, "cpu_cores": "0"},
+        verifier={
+            "cpu_cores": "1-2,5",
+            "max_ongoing_requests": 7,
+            "max_queued_requests": 3,
+            "env": {"A": "b"},
+        },
+    )
+    prefill = llm_config(config, config.prefill, disaggregated=True)
+    verifier = llm_config(config, config.verifier, disaggregated=True)
+    assert prefill.engine_kwargs == verifier.engine_kwargs
+    assert prefill.placement_group_config["bundles"] == [{"CPU": 2.0}]
+    assert prefill.accelerator_config.kind == "cpu"
+    transfer = prefill.engine_kwargs["kv_transfer_config"]
+    assert (transfer["kv_connector"], transfer["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
+    assert prefill.deployment_config["num_replicas"] == 2
+    assert verifier.deployment_config["max_ongoing_requests"] == 7
+    assert verifier.deployment_config["max_queued_requests"] == 3
+    env = verifier.runtime_env["env_vars"]
+    assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["A"], env["HF_HUB_OFFLINE"]) == ("1,2,5", "b", "1")
+
+
+def test_without_prefill_replicas_there_is_no_connector(folder: Path) -> None:
+    config = model(folder)
+    assert "kv_transfer_config" not in llm_config(config, config.verifier, disaggregated=False).engine_kwargs
+
+
+def test_gpu_ranks_get_a_bundle_each_and_none_of_the_cpu_settings(folder: Path) -> None:
+    config = model(
+        folder,
+        target={"source": str(folder), "tensor_parallel_size": 2, "engine": {"gpu_memory_utilization": 0.8}},
+        verifier={"gpus": 2, "cpus": 4, "accelerator_type": "H100"},
+    )
+    made = llm_config(config, config.verifier, disaggregated=True)
+    assert made.placement_group_config["bundles"] == [{"CPU": 2.0, "GPU": 1.0}] * 2
+    assert made.engine_kwargs["kv_transfer_config"]["kv_buffer_device"] == "cuda"
+    assert made.engine_kwargs["gpu_memory_utilization"] == 0.8
+    assert "worker_cls" not in made.engine_kwargs
+    assert "LD_PRELOAD" not in made.runtime_env["env_vars"]
+
+
+def test_autoscaling_replaces_the_fixed_number(folder: Path) -> None:
+    bounds = {"min_replicas": 0, "max_replicas": 3, "initial_replicas": 1}
+    config = model(folder, prefill={"replicas": 5, "autoscaling": bounds})
+    options = llm_config(config, config.prefill, disaggregated=True).deployment_config
+    assert "num_replicas" not in options
+    assert options["autoscaling_config"]["max_replicas"] == 3
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = model(tmp_path / "nothing here")
+    with pytest.raises(ConfigError, match=r"target\.source"):
+        llm_config(config, config.verifier, disaggregated=False)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [(None, 1, "nobind"), ("3", 1, "3"), ("0-3", 2, "0,1|2,3"), ("0-1", 3, "0|1|0,1")],
+)
+def test_core_binding(cores: str | None, ranks: int, expected: str) -> None:
+    assert core_binding(cores, ranks) == expected
