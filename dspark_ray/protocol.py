@@ -153,8 +153,8 @@ class SizingDecision(msgspec.Struct, frozen=True):
 
 
 # --- Data plane: verifier, drafter and prefill worker, on ZeroMQ -------------------------------------------
-# Both ends are of one deployment and one version: a call that says otherwise is refused. A message is a header
-# of one of these types, and behind it a frame with the rows of features it announces: bf16, row-major.
+# Both ends are of one deployment and one version; a call that says otherwise is refused. A message is a
+# header of one of these types and a frame with the rows of features it announces: bf16, row-major.
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 26

@@ -6,13 +6,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dspark_ray.target.contract import check_vllm_version
 from dspark_ray.target.runner_mixin import DSparkRunnerMixin
+from dspark_ray.target.worker_mixin import DSparkWorkerMixin
 
 
 class DSparkCPUModelRunner(DSparkRunnerMixin, CPUModelRunner):
     """vLLM's CPU runner with ours in front of it."""
 
 
-class DSparkCPUWorker(CPUWorker):
+class DSparkCPUWorker(DSparkWorkerMixin, CPUWorker):
     """vLLM's CPU worker with our model runner; without a drafter it only mends seeded requests."""
 
     def init_device(self) -> None:

@@ -1,0 +1,115 @@
+"""What a step costs: profiled on the engine at start-up, kept up to date from the steps themselves."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from dspark_ray.decoding.prefix_scheduler import StepCurve
+
+_NEAR_GAIN = 0.10
+_FAR_GAIN = 0.02
+_REBUILD_EVERY = 16
+_DRAFT_GAIN = 0.1
+
+
+def profile_sizes(max_tokens: int) -> list[int]:
+    """Token counts worth measuring: every step up to 8, then about five an octave."""
+    sizes = [*range(1, 9)]
+    while sizes[-1] < max_tokens:
+        sizes.append(max(sizes[-1] + 1, round(sizes[-1] * 1.15)))
+    return [size for size in sizes if size < max_tokens] + [max_tokens]
+
+
+def measure_steps(
+    run: Callable[[int], None], sizes: Sequence[int], clock: Callable[[], float], rounds: int = 3
+) -> list[float]:
+    """Median milliseconds of ``run(size)`` for each size, after one unmeasured round."""
+    times: list[list[float]] = [[] for _ in sizes]
+    for attempt in range(rounds + 1):
+        for index, size in enumerate(sizes):
+            started = clock()
+            run(size)
+            if attempt:
+                times[index].append((clock() - started) * 1e3)
+    return [sorted(values)[len(values) // 2] for values in times]
+
+
+class StepProfile:
+    """Milliseconds of a step by verified tokens, and of a draft call by requests.
+
+    Args:
+        sizes: token counts, ascending.
+        step_ms: measured at start-up, without drafting.
+    """
+
+    def __init__(self, sizes: Sequence[int], step_ms: Sequence[float]):
+        self.sizes = list(sizes)
+        self.step_ms = list(step_ms)
+        self.observed = 0
+        self._draft_ms: dict[int, float] = {}
+        self._curves: dict[int, StepCurve] = {}
+
+    def observe_step(self, tokens: int, milliseconds: float) -> None:
+        """Take in one step without its draft call.
+
+        Neighbouring sizes follow quickly. All others follow a little, since what makes one step slower (another
+        process on the cores, longer contexts) makes the others slower too.
+        """
+        if not 0 < tokens <= self.sizes[-1] or milliseconds <= 0:
+            return
+        ratio = min(4.0, max(0.25, milliseconds / self._interpolated(tokens)))
+        upper = bisect_left(self.sizes, tokens)
+        near = {upper} if self.sizes[upper] == tokens else {upper - 1, upper}
+        for index in range(len(self.sizes)):
+            gain = _NEAR_GAIN if index in near else _FAR_GAIN
+            self.step_ms[index] *= 1 + gain * (ratio - 1)
+        self.observed += 1
+        if self.observed % _REBUILD_EVERY == 0:
+            self._curves.clear()
+
+    def observe_draft(self, requests: int, milliseconds: float) -> None:
+        """Take in the time one draft call kept the step waiting."""
+        known = self._draft_ms.get(requests)
+        self._draft_ms[requests] = (
+            milliseconds if known is None else known + _DRAFT_GAIN * (milliseconds - known)
+        )
+
+    def draft_ms(self, requests: int) -> float:
+        """Expected wait for a draft call of that many requests; that of the nearest number known, else 0."""
+        if not self._draft_ms:
+            return 0.0
+        return self._draft_ms[min(self._draft_ms, key=lambda known: abs(known - requests))]
+
+    def curve(self, requests: int) -> StepCurve:
+        """The whole step's curve with a draft call of that many requests in it."""
+        if requests not in self._curves:
+            draft = self.draft_ms(requests)
+            self._curves[requests] = StepCurve(tuple(self.sizes), tuple(ms + draft for ms in self.step_ms))
+        return self._curves[requests]
+
+    def milliseconds(self, tokens: int) -> float:
+        """A step of that many tokens, without a draft call."""
+        return self._interpolated(min(max(tokens, 1), self.sizes[-1]))
+
+    @property
+    def is_jagged(self) -> bool:
+        """Whether the curve has a plateau behind a rise, where the greedy scheduler would stop too early."""
+        slopes = [
+            (later - earlier) / (b - a)
+            for a, b, earlier, later in zip(
+                self.sizes, self.sizes[1:], self.step_ms, self.step_ms[1:], strict=False
+            )
+        ]
+        steepest = 0.0
+        for slope in slopes:
+            if slope < steepest / 2:
+                return True
+            steepest = max(steepest, slope)
+        return False
+
+    def _interpolated(self, tokens: int) -> float:
+        index = bisect_left(self.sizes, tokens)
+        if self.sizes[index] == tokens:
+            return self.step_ms[index]
+        below, above = self.sizes[index - 1], self.sizes[index]
+        share = (tokens - below) / (above - below)
+        return self.step_ms[index - 1] + share * (self.step_ms[index] - self.step_ms[index - 1])
