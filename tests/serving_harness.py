@@ -81,7 +81,7 @@ class RunningApp:
 def running_app(args: dict[str, Any]) -> Iterator[RunningApp]:
     """Start an application of the given `AppConfig` and stop it, with all its processes, at the end."""
     # Ray's socket paths must stay short, so not pytest's own temporary folder.
-    folder = Path(tempfile.mkdtemp(prefix="dspark-"))
+    folder = Path(tempfile.mkdtemp(prefix="serve-test-"))
     args_file, log = folder / "args.json", folder / "driver.log"
     args_file.write_text(json.dumps(args))
     port = free_port()

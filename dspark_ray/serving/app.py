@@ -7,6 +7,7 @@ from ray.llm._internal.serve.core.server.builder import build_llm_deployment
 from ray.serve import Application
 
 from dspark_ray.config import AppConfig, ModelConfig, parse_app_config
+from dspark_ray.errors import ConfigError
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
 from dspark_ray.serving.ingress import make_ingress
 from dspark_ray.serving.prefill import DataParallelPrefillServer, PrefillServer
@@ -30,8 +31,21 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     config = parse_app_config(args)
     check_sources(config)
+    _check_names(config)
     verifiers = {model.id: _build_verifier(model) for model in config.models}
     return _build_ingress(config, verifiers)
+
+
+def _check_names(config: AppConfig) -> None:
+    """Refuse ids that differ, but not as names of deployments, where "/" and "." are written otherwise."""
+    seen: dict[str, str] = {}
+    for model in config.models:
+        name = model.id.replace("/", "--").replace(".", "_")
+        if name in seen:
+            raise ConfigError(
+                f"models: ids {seen[name]!r} and {model.id!r} name the same deployment ({name!r}): rename one"
+            )
+        seen[name] = model.id
 
 
 def _build_verifier(model: ModelConfig) -> Application:

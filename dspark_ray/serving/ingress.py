@@ -37,6 +37,7 @@ from dspark_ray.serving.drain import DrainGuard
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
 from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
 
+BODY_TIMEOUT_S = 60.0
 ERROR_EVENT = 'data: {"error":'
 TRACE_HEADERS = ("traceparent", "tracestate")
 # Only servers set these: they address other replicas' memory, or steer the engine past our configuration.
@@ -192,7 +193,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read a request's body, but never more than allowed, whatever its length claims to be.
 
     Raises:
-        RequestError: 413.
+        RequestError: 413, or 408 for a client that does not send it.
     """
     too_large = RequestError(
         f"The request body is larger than {max_bytes} bytes.", status=413, code="request_too_large"
@@ -201,10 +202,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if not declared.isdigit() or int(declared) > max_bytes:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError("The request body did not arrive in time.", status=408, code="timeout") from None
     return bytes(body)
 
 

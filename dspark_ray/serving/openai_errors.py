@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -23,6 +24,7 @@ RETRY_AFTER_S = 1.0
 # exception: (status, code, message for the client; None where the exception's own may be shown)
 TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
     (msgspec.DecodeError, 400, "invalid_json", None),
+    (ClientDisconnect, 400, "client_disconnected", "The client closed the connection."),
     (RecursionError, 400, "invalid_json", "The body is nested too deeply."),
     (VLLMClientError, 400, None, None),
     (BackPressureError, 503, "overloaded", "All replicas of this model are busy. Try again later."),
