@@ -22,6 +22,8 @@ LAZY_COMMANDS = {
     "train": ("dspark_ray.training.commands:train", "Train a drafter."),
     "regenerate": ("dspark_ray.training.commands:regenerate", "Have the target answer training prompts."),
     "evaluate": ("dspark_ray.training.commands:evaluate", "Measure a drafter by real speculative decoding."),
+    "status": ("dspark_ray.serving.status_commands:status", "Show load, tau, drafters and sizing once."),
+    "top": ("dspark_ray.serving.status_commands:top", "Watch the cluster live."),
     "calibrate": ("dspark_ray.training.commands:calibrate", "Fit a drafter's confidences."),
 }
 

@@ -87,6 +87,10 @@ class ClusterBrain:
             self._decide_model(roles["verifier"], queued, now_s, decisions)
         return decisions
 
+    def published(self) -> dict[str, VerifyPolicy]:
+        """The policy last published for each live verifier."""
+        return {n: v.published for n, v in self._verifiers.items() if v.published is not None}
+
     def _decide_model(
         self, verifiers: list[Member], queued: float, now_s: float, decisions: Decisions
     ) -> None:

@@ -35,9 +35,9 @@ class Ruler:
         return self._lease is not None
 
     @property
-    def epoch(self) -> int:
-        """The last epoch this scheduler ruled in; 0 before the first."""
-        return self._brain.epoch
+    def lease(self) -> Lease | None:
+        """The lease, if it was ours at the last step."""
+        return self._lease
 
     def step(self) -> Decisions | None:
         """Rule once.

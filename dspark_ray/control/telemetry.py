@@ -78,6 +78,10 @@ class TelemetryStore:
         self._telemetry = telemetry
         self._prefix = f"{{{telemetry.key_prefix}}}:"
         self._sample_ms = int(telemetry.sample_lifetime_s * KEEP * 1000)
+        self.configure(control)
+
+    def configure(self, control: ControlConfig) -> None:
+        """Follow changed lifetimes from the next call on."""
         self._policies_ms = int(control.policy_lifetime_s * KEEP * 1000)
         self._lease_ms = int(control.lease_lifetime_s * 1000)
 
