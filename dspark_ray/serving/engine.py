@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -42,6 +43,8 @@ class DisaggregatedLLM(AsyncLLM):
         if not isinstance(params, SamplingParams):
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         request_uuid = uuid.uuid4().hex
+        # From here, so that vLLM's own time to first token counts the remote prefill.
+        kwargs["arrival_time"] = kwargs.get("arrival_time") or time.time()
         params = params.clone()
         params.extra_args = {**(params.extra_args or {}), REQUEST_UUID_KEY: request_uuid}
         transfer = await self._prefill_elsewhere(request_uuid, prompt, params, kwargs)

@@ -8,6 +8,8 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+TTFT_WEIGHT = 0.2
+
 
 @dataclass
 class EngineCounters:
@@ -27,6 +29,8 @@ class EngineCounters:
     """Prompt tokens whose KV another engine computed."""
     tokens_generated: int = 0
     requests_preempted: int = 0
+    ttft_s: float = 0.0
+    """Recent mean from a request's arrival at this replica to its first token."""
 
     @property
     def kv_blocks_used(self) -> int:
@@ -68,6 +72,8 @@ class EngineStats(StatLoggerBase):
             counters.prompt_tokens_received += prompt.external_kv_transfer
             counters.tokens_generated += iteration_stats.num_generation_tokens
             counters.requests_preempted += iteration_stats.num_preempted_reqs
+            for ttft_s in iteration_stats.time_to_first_tokens_iter:
+                counters.ttft_s += TTFT_WEIGHT * (ttft_s - counters.ttft_s) if counters.ttft_s else ttft_s
 
     def log_engine_initialized(self) -> None:
         """Blocks are only counted once the engine has profiled its memory."""

@@ -111,7 +111,7 @@ class OpenAiIngress:
                 await parts.aclose()
                 raise
             if body.stream:
-                return EventStream(self._stream(first, parts), media_type="text/event-stream")
+                return EventStream(self._stream(first, parts), parts)
             await parts.aclose()
             return JSONResponse(first.model_dump(mode="json"))
         except Exception as error:
@@ -181,12 +181,18 @@ class OpenAiIngress:
 class EventStream(StreamingResponse):
     """A stream that is closed, and with it all that works for it, as soon as nobody reads it any more."""
 
+    def __init__(self, events: AsyncGenerator[str], parts: AsyncGenerator[Any]):
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+        self._parts = parts
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.body_iterator.aclose()
+            await self._events.aclose()
+            await self._parts.aclose()  # which the events only do once they have begun
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -84,6 +84,8 @@ class RemotePrefill:
         self._pause_s = FIRST_PAUSE_S
         self._paused_until_s = -1.0
         self._background: set[asyncio.Task[None]] = set()
+        self.waiting = 0
+        """Requests that wait for their prefill now."""
         self.outcomes: Counter[str] = Counter()
         """How often each of done, refused, paused, late, failed and abandoned came out."""
 
@@ -103,11 +105,14 @@ class RemotePrefill:
         # A task of its own in an empty context: Serve cancels a cancelled request's calls at once, which
         # would lose the address of blocks that have just become ready and leave them to their lease.
         task = asyncio.create_task(self._exchange(request), context=contextvars.Context())
+        self.waiting += 1
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self._spawn(self._abandon(request, task))
             raise
+        finally:
+            self.waiting -= 1
 
     async def _exchange(self, request: PrefillRequest) -> TransferParams | None:
         events = self._ask(request)

@@ -76,8 +76,12 @@ class VerifierServer(PDDecodeServer):
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
-        prefills = dict(self._remote_prefill.outcomes) if self._remote_prefill else {}
-        return {**self.engine.counters.snapshot(), "remote_prefills": prefills}
+        remote = self._remote_prefill
+        return {
+            **self.engine.counters.snapshot(),
+            "requests_queued": remote.waiting if remote else 0,
+            "remote_prefills": dict(remote.outcomes) if remote else {},
+        }
 
 
 class DataParallelVerifierServer(VerifierServer, DPServer):
