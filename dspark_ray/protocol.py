@@ -162,7 +162,7 @@ FeatureDtype = Literal["bf16"]
 RequestKey = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class DraftEntry(msgspec.Struct, frozen=True, array_like=True):
