@@ -78,16 +78,24 @@ class RunningApp:
 
 
 @contextmanager
-def running_app(args: dict[str, Any]) -> Iterator[RunningApp]:
+def running_app(
+    args: dict[str, Any], driver: Path = REPO / "tests" / "serving_driver.py", **environ: str
+) -> Iterator[RunningApp]:
     """Start an application of the given `AppConfig` and stop it, with all its processes, at the end."""
     # Ray's socket paths must stay short, so not pytest's own temporary folder.
     folder = Path(tempfile.mkdtemp(prefix="serve-test-"))
     args_file, log = folder / "args.json", folder / "driver.log"
     args_file.write_text(json.dumps(args))
     port = free_port()
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(REPO), "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": str(REPO),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **environ,
+    }
     env.pop("RAY_ADDRESS", None)
-    command = [sys.executable, str(REPO / "tests" / "serving_driver.py"), str(args_file), str(port)]
+    command = [sys.executable, str(driver), str(args_file), str(port)]
     with log.open("w") as log_file:
         process = subprocess.Popen(
             [*command, str(folder / "ray")],

@@ -2,14 +2,14 @@
 
     python access_driver.py ARGS.json HTTP_PORT TEMP_DIR
 
-Prints one line when it serves and ends, with its cluster, when stdin closes.
+Says "ready" as `serving_driver` does and ends, with its cluster, when stdin closes.
 """
 
 import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Speaker:
         yield "data: [DONE]\n\n"
 
 
-def main(args_file: str, port: int, temp_dir: str) -> None:
+def main(args_file: str, port: int, temp_dir: str, reply: Callable[[str], None]) -> None:
     import ray
     from ray import serve
 
@@ -49,7 +49,7 @@ def main(args_file: str, port: int, temp_dir: str) -> None:
         speaker = serve.deployment(Speaker).options(**options).bind()
         ingress = serve.deployment(make_ingress(config.security), name="Ingress").options(**options)
         serve.run(ingress.bind(config, {model.id: speaker for model in config.models}))
-        print("ready", flush=True)
+        reply("ready")
         sys.stdin.read()
     finally:
         serve.shutdown()
@@ -58,6 +58,5 @@ def main(args_file: str, port: int, temp_dir: str) -> None:
 
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    sys.stdout = replies
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    os.dup2(2, 1)  # what Ray and vLLM print is for the log
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], lambda line: print(json.dumps(line), file=replies))

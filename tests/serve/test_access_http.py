@@ -2,11 +2,7 @@
 
 import hashlib
 import json
-import os
-import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +11,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from serving_harness import REPO, free_port
+from serving_harness import running_app
 
 ENV_KEY, SMALL_KEY, SLOW_KEY = (
     "sk-env-0123456789abcdef",
@@ -31,47 +27,25 @@ def entry(name: str, key: str, **fields: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    folder = Path(tempfile.mkdtemp(prefix="dspark-"))  # short: Ray keeps sockets below it
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys = [
         entry("small", SMALL_KEY, models=["small"], limits={"concurrent_requests": 1}),
         entry("slow", SLOW_KEY, limits={"requests_per_minute": 1, "burst_requests": 2}),
     ]
-    (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
+    key_file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    key_file.write_text(yaml.safe_dump({"keys": keys}))
     target = {"source": "demo:smollm2"}
     args = {
         "models": [{"id": "small", "target": target}, {"id": "large", "target": target}],
         "security": {
             "api_keys_env": "TEST_API_KEYS",
-            "api_keys_file": str(folder / "keys.yaml"),
+            "api_keys_file": str(key_file),
             "max_output_tokens": 500,
         },
     }
-    (folder / "args.json").write_text(json.dumps(args))
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(REPO), "TEST_API_KEYS": ENV_KEY}
-    env.pop("RAY_ADDRESS", None)
-    port = free_port()
     driver = Path(__file__).with_name("access_driver.py")
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(driver), str(folder / "args.json"), str(port), str(folder / "ray")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=env,
-        )
-        try:
-            ready = process.stdout.readline()
-            assert ready == b"ready\n", (folder / "log").read_text()[-3000:]
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
-                process.stdout.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    with running_app(args, driver, TEST_API_KEYS=ENV_KEY) as app:
+        yield app.base_url
 
 
 def client(url: str, key: str) -> openai.OpenAI:
@@ -93,10 +67,14 @@ def test_a_stranger_is_refused_and_a_key_admits(url):
 
 def test_curl_streams(url):
     body = json.dumps(HELLO | {"stream": True, "max_tokens": 2})
+    headers = ["-H", f"Authorization: Bearer {ENV_KEY}", "-H", "Content-Type: application/json"]
     done = subprocess.run(
-        ["curl", "-sN", url + CHAT, "-H", f"Authorization: Bearer {ENV_KEY}", "-H", "Content-Type: application/json",
-         "-d", body], capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        ["curl", "-sN", url + CHAT, *headers, "-d", body],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.count("hello") == 2
     assert done.stdout.endswith("data: [DONE]\n\n")
 
