@@ -1,7 +1,7 @@
 """Draft checkpoints: DeepSpec and speculators formats, read and written (dspark-spec section 5).
 
-A full draft vocabulary is written as DeepSpec, a reduced one as speculators with its lm_head and d2t, which is
-what vLLM's own `dspark` method reads. Reading takes either, and safetensors only.
+A full draft vocabulary is written as DeepSpec, a reduced one as speculators with its lm_head and d2t, which
+is what vLLM's own `dspark` method reads. Reading takes either, and safetensors only.
 """
 
 from pathlib import Path
@@ -66,7 +66,7 @@ def check_fits_target(config: DraftConfig, target: Path) -> None:
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     if config.mask_token_id in stops:
         raise CheckpointError(
-            f"mask_token_id {config.mask_token_id} is the target's end-of-sequence token: choose an unused one"
+            f"mask_token_id {config.mask_token_id} is the target's end-of-sequence token: choose another"
         )
 
 

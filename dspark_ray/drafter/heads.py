@@ -75,7 +75,7 @@ class MarkovHead(nn.Module):
         return previous, None
 
     def mix_all(self, previous: Tensor, h: Tensor) -> Tensor:
-        """`mix` of all slots at once, teacher-forced: previous [..., γ, r] and h [..., γ, d] → [..., γ, r]."""
+        """`mix` of all slots, teacher-forced: previous [..., γ, r] and h [..., γ, d] → [..., γ, r]."""
         if self.kind != "rnn":
             return self.mix(previous, h, None)[0]
         mixed, state = [], None

@@ -98,6 +98,8 @@ class DataConfig(FrozenModel):
     """Answers to train on."""
     held_out: int = Field(default=64, ge=0)
     """Answers kept out of training, for validation and calibration."""
+    max_sequences: int | None = Field(default=None, ge=1)
+    """Train on the first of them only; may be raised when a run is resumed. All when unset."""
     max_length: int = Field(default=4096, ge=8)
     """Longer sequences are cut, in tokens."""
     anchors_per_sequence: int = Field(default=128, ge=1)

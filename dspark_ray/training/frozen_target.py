@@ -97,7 +97,7 @@ def load_causal_lm(path: Path, dtype: torch.dtype, device: str) -> Any:
     Raises:
         ConfigError: the directory does not exist.
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import
+    from transformers import AutoModelForCausalLM
 
     if not path.is_dir():
         raise ConfigError(f"target {path} is not a directory; `dspark-ray fetch-demo` makes the demo model")

@@ -51,10 +51,10 @@ def draft_config(shape: DraftShape, target: Any) -> DraftConfig:
 def initialise_from_target(model: DSparkModel, target: FrozenTarget, sample: Tensor) -> None:
     """Copy the target's last layers and final norm; let features start as the normed last tap.
 
-    The fc starts as the identity on the last tap, followed by the first copied layer's own input norm, so that
-    the copied key and value projections see what they were trained on. A target without query and key norms
-    (Llama) gets norm weights that keep the root mean square its queries and keys have on `sample`. The Markov
-    bias starts at 0 (W2 = 0).
+    The fc starts as the identity on the last tap, followed by the first copied layer's own input norm, so
+    that the copied key and value projections see what they were trained on. A target without query and key
+    norms (Llama) gets norm weights that keep the root mean square its queries and keys have on `sample`. The
+    Markov bias starts at 0 (W2 = 0).
 
     Args:
         model: fp32, on its device.
@@ -86,10 +86,8 @@ def initialise_from_target(model: DSparkModel, target: FrozenTarget, sample: Ten
 def _query_key_scales(target: FrozenTarget, layers: Any, sample: Tensor) -> list[tuple[float, float]]:
     """Root mean square of every layer's queries and keys on a sample."""
     seen: list[Tensor] = []
-    hooks = []
-    for layer in layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            hooks.append(projection.register_forward_hook(lambda _m, _i, out: seen.append(out.float())))
+    watched = [p for layer in layers for p in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+    hooks = [p.register_forward_hook(lambda _m, _i, out: seen.append(out.float())) for p in watched]
     target.model.model(input_ids=sample.to(target.device), use_cache=False)
     for hook in hooks:
         hook.remove()

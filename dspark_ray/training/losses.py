@@ -1,8 +1,8 @@
 """The three-term loss with its gradient in closed form (dspark-spec section 2).
 
-Symbols: S slots that count · P teacher rows (one a sequence position) · V' draft vocabulary · q draft, p target
-distribution. p is the target's softmax over its whole vocabulary, so within a reduced draft vocabulary its
-rows sum to less than 1: what is outside counts as missed.
+Symbols: S slots that count · P teacher rows (one a sequence position) · V' draft vocabulary · q draft, p
+target distribution. p is the target's softmax over its whole vocabulary, so within a reduced draft vocabulary
+its rows sum to less than 1: what is outside counts as missed.
 """
 
 from typing import Any, NamedTuple

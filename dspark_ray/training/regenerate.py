@@ -1,8 +1,8 @@
 """On-policy data: the target answers training prompts itself (dspark-spec section 2).
 
-Prompts are JSON lines, `{"messages": [...]}` in OpenAI's schema or `{"prompt": "..."}`. Answers are token JSON
-lines, `{"prompt_ids", "response_ids", "temperature", "finish", "key", ...}`, which `training.data` reads. A key
-names prompt and temperature, so a run that was killed goes on where it stopped.
+Prompts are JSON lines, `{"messages": [...]}` in OpenAI's schema or `{"prompt": "..."}`. Answers are token
+JSON lines, `{"prompt_ids", "response_ids", "temperature", "finish", "key", ...}`, which `training.data` reads.
+A key names prompt and temperature, so a run that was killed goes on where it stopped.
 """
 
 import gzip
@@ -113,7 +113,7 @@ def finished_keys(path: Path) -> set[str]:
 
 def start_engine(target: Path, *, max_model_len: int, batch_size: int, dtype: str, seed: int) -> Any:
     """A vLLM engine for offline generation; on CPU its worker gets the fast OpenMP runtime."""
-    import torch  # noqa: PLC0415  the CLI's --help must not load it
+    import torch
 
     if not torch.cuda.is_available():
         runtime = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -122,7 +122,7 @@ def start_engine(target: Path, *, max_model_len: int, batch_size: int, dtype: st
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm import LLM  # noqa: PLC0415
+    from vllm import LLM
 
     return LLM(
         model=str(target),
@@ -139,7 +139,7 @@ def start_engine(target: Path, *, max_model_len: int, batch_size: int, dtype: st
 
 def invent_prompts(engine: Any, tokenizer: Any, count: int, max_tokens: int, seed: int) -> list[str]:
     """`count` user turns sampled from the chat template at temperature 1; empty and cut ones are left out."""
-    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm import SamplingParams
 
     prefix = {"prompt_token_ids": user_turn_prefix(tokenizer)}
     params = [SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=seed + i) for i in range(count)]
@@ -150,7 +150,7 @@ def invent_prompts(engine: Any, tokenizer: Any, count: int, max_tokens: int, see
 
 def answer(engine: Any, jobs: list[Job], max_new_tokens: int, seed: int) -> list[dict[str, Any]]:
     """Answer a batch of jobs; each draws from its own seed, taken from its key."""
-    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm import SamplingParams
 
     params = [
         SamplingParams(

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ def save_state(path: Path, tensors: dict[str, Tensor], step: int, fingerprint: s
     temporary = path.with_suffix(".tmp")
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(plain, temporary, metadata={"step": str(step), "fingerprint": fingerprint})
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def load_state(path: Path, fingerprint: str) -> tuple[dict[str, Tensor], int]:

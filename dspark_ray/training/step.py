@@ -98,7 +98,7 @@ def batch_loss(
 
 
 def _run_blocks(model: DSparkModel, captured: Captured, anchors: Tensor, anchor_ids: Tensor) -> Tensor:
-    """h [B, N, γ, d] of every block, each seeing only context before its anchor."""
+    """H [B, N, γ, d] of every block, each seeing only context before its anchor."""
     features = model.project(captured.taps)
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     k, v = model.context_kv(features, positions)

@@ -82,6 +82,7 @@ class Trainer:
         examples = load_examples(data.files, data.max_length)
         self.examples, self.held_out = split_held_out(examples, data.held_out, config.seed)
         self.model, self.coverage = self._new_model()
+        self.examples = self.examples[: data.max_sequences]
         self.to_draft = target_to_draft(self.model)
         if rank:
             dist.barrier()  # rank 0 makes the cache's files
@@ -163,7 +164,7 @@ class Trainer:
         if self.average is not None:
             # early on, an average over the steps so far
             decay = min(rates.ema_decay or 0.0, (1 + self.step) / (10 + self.step))
-            torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)  # noqa: SLF001
+            torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
         return {name: self._all_sum(value) for name, value in totals.items()}, float(norm)
 
     def batches(self, step: int) -> Iterator[AnchorBatch]:
@@ -178,7 +179,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> Sums:
-        """Metrics on greedy held-out answers (all of them if none is greedy), averaged weights if there are."""
+        """Metrics on greedy held-out answers (all if none is greedy), with averaged weights if there are."""
         chosen = [example for example in self.held_out if example.temperature == 0] or self.held_out
         batches = [self._batch([example], seed=0) for example in chosen]
         denominator = sum(slot_weight_sum(batch, self.config.loss.position_decay) for batch in batches)
