@@ -79,13 +79,15 @@ class OpenAiIngress:
         """POST /v1/completions."""
         return await self._answer(request, CompletionRequest, "completions")
 
-    async def models(self) -> Response:
-        """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._card(model) for model in self._verifiers]})
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: those that the key may use."""
+        principal = request.scope["state"][SCOPE_PRINCIPAL]
+        cards = [self._card(model) for model in self._verifiers if principal.may_use(model)]
+        return JSONResponse({"object": "list", "data": cards})
 
-    async def model_data(self, model: str) -> Response:
+    async def model_data(self, model: str, request: Request) -> Response:
         """GET /v1/models/{id}."""
-        if model not in self._verifiers:
+        if model not in self._verifiers or not request.scope["state"][SCOPE_PRINCIPAL].may_use(model):
             return error_response(_unknown_model(model))
         return JSONResponse(self._card(model))
 

@@ -84,6 +84,10 @@ def test_a_key_is_held_to_its_models_and_the_bounds(url):
         client(url, SMALL_KEY).chat.completions.create(**HELLO | {"model": "large"})
     assert refused.value.code == "model_not_allowed"
     client(url, ENV_KEY).chat.completions.create(**HELLO | {"model": "large"})
+    for key, models in ((SMALL_KEY, ["small"]), (ENV_KEY, ["small", "large"])):
+        assert [model.id for model in client(url, key).models.list()] == models
+    with pytest.raises(openai.NotFoundError):
+        client(url, SMALL_KEY).models.retrieve("large")
     with pytest.raises(openai.BadRequestError) as refused:
         client(url, ENV_KEY).chat.completions.create(**HELLO, max_completion_tokens=501)
     assert refused.value.param == "max_completion_tokens"
