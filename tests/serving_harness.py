@@ -19,7 +19,7 @@ import openai
 import psutil
 
 REPO = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
 

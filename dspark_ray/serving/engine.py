@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.util.placement_group import PlacementGroup
@@ -112,6 +113,14 @@ class DSparkEngine(VLLMEngine):
             log_stats=True,
             stat_loggers=[RayPrometheusStatLogger, functools.partial(EngineStats, self.counters)],
         )
+
+
+class LocalModel(CallbackBase):
+    """Start-up of a replica whose model is a folder: nothing to download, so no task on each node for it."""
+
+    async def on_before_node_init(self) -> None:
+        """Called by the engine before it would start those tasks."""
+        self.ctx.run_init_node = False
 
 
 def _ports_needed(llm_config: LLMConfig) -> int:

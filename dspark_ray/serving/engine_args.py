@@ -10,6 +10,7 @@ from dspark_ray.config import ModelConfig, RoleConfig
 from dspark_ray.sources import resolve_source
 
 CPU_WORKER_CLS = "dspark_ray.target.cpu_worker.DSparkCPUWorker"
+LOCAL_MODEL = "dspark_ray.serving.engine.LocalModel"
 HEALTH_CHECK_PERIOD_S = 5.0
 # A Ray placement group refuses a bundle that reserves nothing.
 LEAST_CPUS = 0.01
@@ -36,6 +37,7 @@ def llm_config(model: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> 
         deployment_config=deployment_options(model, role),
         engine_kwargs=engine_kwargs(model, on_cpu=on_cpu, disaggregated=disaggregated),
         log_engine_metrics=True,
+        **({"callback_config": {"callback_class": LOCAL_MODEL}} if Path(source).is_absolute() else {}),
     )
 
 

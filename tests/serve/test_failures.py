@@ -13,10 +13,8 @@ LONG = " ".join(f"item{number}" for number in range(150))
 
 
 def is_idle(app: RunningApp) -> bool:
-    every = [app.stats(name) for name in (PREFILL, VERIFIER)]
-    return not any(
-        stats["requests_running"] or stats["requests_waiting"] or stats["kv_usage"] for stats in every
-    )
+    gauges = ("requests_queued", "requests_waiting", "requests_running", "kv_usage")
+    return not any(app.stats(name).get(gauge) for name in (PREFILL, VERIFIER) for gauge in gauges)
 
 
 def request(prompt: str, **options) -> dict:
