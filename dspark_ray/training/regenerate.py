@@ -1,8 +1,8 @@
 """On-policy data: the target answers training prompts itself (dspark-spec section 2).
 
 Prompts are JSON lines, `{"messages": [...]}` in OpenAI's schema or `{"prompt": "..."}`. Answers are token
-JSON lines, `{"prompt_ids", "response_ids", "temperature", "finish", "key", ...}`, which `training.data` reads.
-A key names prompt and temperature, so a run that was killed goes on where it stopped.
+JSON lines, `{"prompt_ids", "response_ids", "temperature", "finish", "key", ...}`, which training reads. A key
+names prompt and temperature, so a run that was killed goes on where it stopped.
 """
 
 import gzip
