@@ -25,6 +25,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC_PATHS = frozenset({"/health"})
+OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens")
 SCOPE_PRINCIPAL = "principal"
 
 
@@ -33,14 +34,16 @@ def check_request(body: Any, principal: Principal, security: SecurityConfig) -> 
 
     Args:
         body: the parsed request object; fields it lacks are not checked. Where ``security.max_output_tokens``
-            is set and the request names no limit of its own, its ``max_tokens`` is set to that bound.
+            is set and the request names no limit of its own, it gets that one.
         principal: who asks.
         security: the bounds.
 
     Raises:
         RequestError: 403 for a model the key may not use, 400 naming the field that is out of bounds.
     """
-    model_id = getattr(body, "model", None)
+    # Not getattr: reading the field max_tokens of a chat request warns that it is deprecated.
+    fields = vars(body)
+    model_id = fields.get("model")
     if model_id is not None and not principal.may_use(model_id):
         raise RequestError(
             f"This API key may not use the model {model_id!r}.",
@@ -48,23 +51,25 @@ def check_request(body: Any, principal: Principal, security: SecurityConfig) -> 
             code="model_not_allowed",
             param="model",
         )
-    _at_most(getattr(body, "n", None), security.max_n, "n")
-    _at_most(getattr(body, "best_of", None), security.max_n, "best_of")
-    stop = getattr(body, "stop", None)
+    _at_most(fields.get("n"), security.max_n, "n")
+    _at_most(fields.get("best_of"), security.max_n, "best_of")
+    stop = fields.get("stop")
     _at_most(len(stop) if isinstance(stop, list) else 0, security.max_stop_sequences, "stop")
     for name in ("logit_bias", "bad_words", "stop_token_ids"):
-        _at_most(len(getattr(body, name, None) or ()), security.max_token_rules, name)
-    prompt = getattr(body, "prompt", None)
+        _at_most(len(fields.get(name) or ()), security.max_token_rules, name)
+    prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         _at_most(len(prompt), security.max_prompts, "prompt")
-    limits = [
-        name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name, None) is not None
-    ]
     if security.max_output_tokens is not None:
-        for name in limits:
-            _at_most(getattr(body, name), security.max_output_tokens, name)
-        if not limits:
-            body.max_tokens = security.max_output_tokens
+        _bound_output(body, fields, security.max_output_tokens)
+
+
+def _bound_output(body: Any, fields: Mapping[str, Any], bound: int) -> None:
+    named = [name for name in OUTPUT_LIMITS if fields.get(name) is not None]
+    for name in named:
+        _at_most(fields[name], bound, name)
+    if not named:
+        setattr(body, next(name for name in OUTPUT_LIMITS if name in fields), bound)
 
 
 def _at_most(value: int | None, bound: int, param: str) -> None:

@@ -282,20 +282,22 @@ BOUNDS = SecurityConfig(max_n=2, max_prompts=2, max_stop_sequences=2, max_token_
 )
 def test_bounds_of_a_request(field, within, beyond):
     somebody = KeyStore(SecurityConfig(), {}, Clock()).authenticate(None)
-    check_request(SimpleNamespace(**{field: within}), somebody, BOUNDS)
+    check_request(SimpleNamespace(**{"max_tokens": 1, field: within}), somebody, BOUNDS)
     if beyond is not None:
         with pytest.raises(RequestError) as refused:
-            check_request(SimpleNamespace(**{field: beyond}), somebody, BOUNDS)
+            check_request(SimpleNamespace(**{"max_tokens": 1, field: beyond}), somebody, BOUNDS)
         assert (refused.value.status, refused.value.param) == (400, field)
 
 
-def test_leaving_max_tokens_out_is_no_way_around_its_bound():
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_leaving_max_tokens_out_is_no_way_around_its_bound(limit):
     somebody = KeyStore(SecurityConfig(), {}, Clock()).authenticate(None)
-    silent, explicit = SimpleNamespace(), SimpleNamespace(max_completion_tokens=3)
+    silent = SimpleNamespace(**{limit: None})
     check_request(silent, somebody, BOUNDS)
+    assert getattr(silent, limit) == 10
+    explicit = SimpleNamespace(max_tokens=None, max_completion_tokens=3)
     check_request(explicit, somebody, BOUNDS)
-    assert silent.max_tokens == 10
-    assert not hasattr(explicit, "max_tokens")
+    assert vars(explicit) == {"max_tokens": None, "max_completion_tokens": 3}
 
 
 def test_config_show_prints_no_secret(tmp_path, monkeypatch):
