@@ -22,7 +22,7 @@ FLOORS = {
     "control": BASE,
     "drafter": BASE | {"decoding"},
     "target": BASE | {"decoding", "drafter"},
-    "training": BASE | {"decoding", "drafter"},
+    "training": BASE | {"decoding", "control", "drafter"},  # calibrate reads rounds from telemetry
     "reference": BASE | {"decoding", "drafter"},
     "serving": BASE | {"decoding", "control", "drafter", "target"},
     "bench": BASE | {"decoding", "control", "drafter", "target", "training", "serving"},
