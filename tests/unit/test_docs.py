@@ -10,7 +10,7 @@ from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.control.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = [ROOT / "cluster" / "README.md", ROOT / "deployments" / "README.md"]
+READMES = [ROOT / "README.md", ROOT / "cluster" / "README.md", ROOT / "deployments" / "README.md"]
 readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 
 
@@ -43,7 +43,7 @@ def test_configuration_fields(readme: Path):
 @readmes
 def test_commands(readme: Path):
     known = {*LAZY_COMMANDS, *main.commands}
-    assert set(re.findall(r"`dspark-ray ([a-z-]+)", readme.read_text())) <= known
+    assert set(re.findall(r"`dspark-ray ([a-z][a-z-]*)", readme.read_text())) <= known
 
 
 @readmes
