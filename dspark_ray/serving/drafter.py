@@ -1,0 +1,251 @@
+"""The drafter pool of one model: Serve keeps the replicas, each replica keeps one drafting actor.
+
+Serve does what it does for any deployment (lifecycle, health, scaling); draft calls never pass through it.
+They go from a verifier's worker straight to the ZeroMQ socket of a `DrafterEngine`, a plain actor that restarts
+on the same port when it dies, so that its verifiers reconnect by themselves and feed it again.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.errors import ConfigError, DrafterUnavailableError
+from dspark_ray.protocol import LoadSample, RoundRecord
+from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
+from dspark_ray.serving.ports import free_port_range
+from dspark_ray.serving.telemetry import ReplicaIdentity, report_forever, start_agent
+from dspark_ray.sources import resolve_source
+
+logger = logging.getLogger(__name__)
+
+# A verifier has at most max_num_seqs entries in a call; below that, a few verifiers fit in one batch.
+LEAST_BATCH = 64
+WATCH_PERIOD_S = 1.0
+HANG_AFTER_S = 5.0
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What a `DrafterEngine` is started with, and restarted with."""
+
+    checkpoint: str
+    target: str
+    endpoint: str
+    """ZeroMQ endpoint to bind."""
+    window_tokens: int
+    cache_mib: float
+    max_batch: int
+    threads: int
+    batch_wait_s: float
+    secret_env: str
+    device: str
+
+
+class DrafterEngine:
+    """The actor that drafts: a `DraftRunner` behind a `DrafterService`, in a thread of its own.
+
+    Args:
+        plan: what to load and where to listen.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, does not fit the target, or its cache is too small.
+    """
+
+    def __init__(self, plan: EnginePlan):
+        import torch  # noqa: PLC0415 - only the actor drafts; the replica beside it stays light
+
+        from dspark_ray.drafter.checkpoint import load_drafter  # noqa: PLC0415
+        from dspark_ray.drafter.runner import DraftRunner  # noqa: PLC0415
+        from dspark_ray.drafter.service import DrafterService  # noqa: PLC0415
+        from dspark_ray.drafter.wire import fingerprint  # noqa: PLC0415
+
+        torch.set_num_threads(plan.threads)
+        checkpoint, target = Path(plan.checkpoint), Path(plan.target)
+        model = load_drafter(checkpoint, target=target, device=plan.device)
+        self._runner = DraftRunner(
+            model,
+            cache_bytes=int(plan.cache_mib * 2**20),
+            window=plan.window_tokens,
+            max_batch=plan.max_batch,
+            device=plan.device,
+            dtype=model.dtype,
+        )
+        self._service = DrafterService(
+            self._runner,
+            fingerprint=fingerprint(checkpoint, target),
+            width=model.config.hidden_size,
+            max_batch=plan.max_batch,
+            secret=os.environ.get(plan.secret_env) or None,
+            bind=plan.endpoint,
+            batch_wait_s=plan.batch_wait_s,
+        )
+        threading.Thread(target=self._serve, name="dspark-drafter", daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self._service.run()
+        except BaseException:
+            logger.exception("the drafter's loop broke; its actor restarts")
+            os._exit(1)
+
+    def endpoint(self) -> str:
+        """Where verifiers send their draft calls."""
+        return self._service.endpoint
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters of the service, the use of its slots, and the seconds since its loop last came round."""
+        return {
+            **asdict(self._service.counters),
+            "slots_used": self._runner.slots_in_use,
+            "slots_total": self._runner.capacity,
+            "silent_s": time.monotonic() - self._service.came_round_s,
+            "pid": os.getpid(),
+        }
+
+
+class DrafterServer:
+    """One replica of the pool: starts its engine on its own node, watches it, reports for it.
+
+    Args:
+        model: the model whose drafter this is.
+        config: of the application.
+    """
+
+    async def __init__(self, model: ModelConfig, config: AppConfig):
+        context = serve.get_replica_context()
+        self._model = model
+        self._plan = engine_plan(model, config.security.secret_env)
+        self._engine = self._start_engine(
+            engine_name(context.app_name, model.id, context.replica_id.unique_id)
+        )
+        self._snapshot: dict[str, Any] = await asyncio.wait_for(
+            self._engine.snapshot.remote(), START_TIMEOUT_S
+        )
+        self._heard_s = time.monotonic()
+        self._restarts = 0
+        self._identity = ReplicaIdentity.of_this_replica("drafter", model.id, self._plan.device)
+        agent = start_agent(config.control, config.telemetry)
+        self._tasks = [
+            asyncio.create_task(self._watch_forever()),
+            asyncio.create_task(report_forever(agent, self._collect, config.telemetry.sample_interval_s)),
+        ]
+
+    def _start_engine(self, name: str) -> Any:
+        role = self._model.drafter
+        # Owned by this replica: it dies with it, and Ray restarts it when it dies alone.
+        return (
+            ray.remote(DrafterEngine)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                max_restarts=-1,
+                max_concurrency=2,
+                num_cpus=role.cpus,
+                num_gpus=role.gpus,
+                resources=role.resources,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(
+                    ray.get_runtime_context().get_node_id(), soft=False
+                ),
+                runtime_env={"env_vars": engine_env(self._model)},
+            )
+            .remote(self._plan)
+        )
+
+    async def _watch_forever(self) -> None:
+        """Read the engine's counters; one that hangs is killed, and Ray starts it anew."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            try:
+                snapshot = await asyncio.wait_for(self._engine.snapshot.remote(), HANG_AFTER_S)
+            except TimeoutError:
+                self._restart("does not answer")
+                continue
+            except ray.exceptions.RayError:
+                continue  # it is restarting; check_health bounds how long that may take
+            self._snapshot, self._heard_s = snapshot, time.monotonic()
+            if snapshot["silent_s"] > HANG_AFTER_S:
+                self._restart("no longer serves its socket")
+
+    def _restart(self, reason: str) -> None:
+        logger.warning("drafter %s: its engine %s and is started anew", self._identity.replica, reason)
+        self._restarts += 1
+        ray.kill(self._engine, no_restart=False)
+
+    async def check_health(self) -> None:
+        """Serve's question; the replica is replaced when its engine stays away.
+
+        Raises:
+            DrafterUnavailableError: nothing heard from the engine for too long.
+        """
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s > START_TIMEOUT_S:
+            raise DrafterUnavailableError(f"the engine has been silent for {silent_s:.0f} s")
+
+    async def _collect(self, _policy: Any) -> tuple[LoadSample, Sequence[RoundRecord]]:
+        snapshot = self._snapshot
+        sample = self._identity.sample(
+            endpoint=self._plan.endpoint,
+            requests_waiting=snapshot["queued"],
+            requests_running=snapshot["slots_used"],
+            slots_used=snapshot["slots_used"],
+            slots_total=snapshot["slots_total"],
+            step_time_s=snapshot["compute_ms"] / 1e3,
+            tokens_drafted=snapshot["tokens_drafted"],
+            draft_calls=snapshot["calls"],
+        )
+        return sample, ()
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counters, at most a second old, where it listens, and how often it was restarted."""
+        return {**self._snapshot, "endpoint": self._plan.endpoint, "restarts": self._restarts}
+
+
+def engine_plan(model: ModelConfig, secret_env: str) -> EnginePlan:
+    """What the drafter of a model is started with on this node.
+
+    Raises:
+        ConfigError: target or drafter is not on this node.
+    """
+    drafter = model.drafter
+    folders = {
+        "target.source": resolve_source(model.target.source, f"model {model.id}: target.source"),
+        "drafter.source": resolve_source(drafter.source or "", f"model {model.id}: drafter.source"),
+    }
+    for field, folder in folders.items():
+        if not Path(folder).is_absolute():
+            raise ConfigError(f"model {model.id}: {field}: a drafter needs {folder} as a local folder")
+    return EnginePlan(
+        checkpoint=folders["drafter.source"],
+        target=folders["target.source"],
+        endpoint=f"tcp://{ray.util.get_node_ip_address()}:{free_port_range()}",
+        window_tokens=drafter.window_tokens,
+        cache_mib=drafter.cache_mib,
+        max_batch=max(model.target.max_num_seqs, LEAST_BATCH),
+        threads=drafter.threads,
+        batch_wait_s=drafter.batch_wait_ms / 1e3,
+        secret_env=secret_env,
+        device="cuda" if drafter.gpus else "cpu",
+    )
+
+
+def engine_env(model: ModelConfig) -> dict[str, str]:
+    """Environment of the drafting actor; the role's own entries win."""
+    env = {"OMP_NUM_THREADS": str(model.drafter.threads)}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if model.drafter.gpus == 0 and openmp.is_file():
+        # Its threads must sleep, not spin, between calls: the cores are the target engine's as well.
+        env |= {"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "1"}
+    return env | model.drafter.env

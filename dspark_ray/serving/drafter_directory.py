@@ -1,0 +1,51 @@
+"""Where a model's drafters are, without Redis: their actors' names, kept by Ray.
+
+With Redis the cluster scheduler's policy names them, with weights; this is what a verifier uses until the first
+policy has come, and where there is no Redis.
+"""
+
+import asyncio
+
+import ray
+
+from dspark_ray.protocol import DrafterRoute
+
+NAMESPACE = "dspark"
+ENDPOINT_TIMEOUT_S = 5.0
+
+
+def engine_name(app: str, model: str, replica: str) -> str:
+    """Name of the drafting actor of one replica, in namespace ``dspark``."""
+    return f"drafter:{app}:{model}:{replica}"
+
+
+class DrafterDirectory:
+    """The drafters of one model of one application.
+
+    Args:
+        app: the Serve application.
+        model: model id.
+    """
+
+    def __init__(self, app: str, model: str):
+        self._prefix = engine_name(app, model, "")
+        self._known: dict[str, DrafterRoute] = {}
+
+    async def routes(self) -> tuple[DrafterRoute, ...]:
+        """All drafters that run now, equally weighted, in the order of their names.
+
+        An actor that does not answer is left out, and asked again at the next call.
+        """
+        entries = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        names = {
+            e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(self._prefix)
+        }
+        self._known = {name: route for name, route in self._known.items() if name in names}
+        for name in sorted(names - self._known.keys()):
+            try:
+                engine = ray.get_actor(name, NAMESPACE)
+                endpoint = await asyncio.wait_for(engine.endpoint.remote(), ENDPOINT_TIMEOUT_S)
+            except (TimeoutError, ValueError, ray.exceptions.RayError):
+                continue
+            self._known[name] = DrafterRoute(name.removeprefix(self._prefix), endpoint, 1.0)
+        return tuple(self._known[name] for name in sorted(self._known))
