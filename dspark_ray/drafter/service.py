@@ -99,6 +99,8 @@ class DrafterService:
         self._queue: deque[_Call] = deque()
         self._stopped = threading.Event()
         self.counters = ServiceCounters()
+        self.came_round_s = clock()
+        """When the loop last came round, on `clock`; a watcher sees from it that the loop hangs."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -122,6 +124,7 @@ class DrafterService:
 
     def serve_once(self, timeout_ms: int) -> None:
         """Wait for calls at most that long, then run one batch."""
+        self.came_round_s = self._clock()
         if self._socket.poll(timeout_ms if not self._queue else 0):
             self._receive_all()
             others_may_come = self._batch_wait_s > 0 and len(self._queue) < len(self._verifiers)

@@ -1,8 +1,8 @@
 """The drafter pool of one model: Serve keeps the replicas, each replica keeps one drafting actor.
 
 Serve does what it does for any deployment (lifecycle, health, scaling); draft calls never pass through it.
-They go from a verifier's worker straight to the ZeroMQ socket of a `DrafterEngine`, a plain actor that restarts
-on the same port when it dies, so that its verifiers reconnect by themselves and feed it again.
+They go from a verifier's worker straight to the ZeroMQ socket of a `DrafterEngine`, a plain actor that
+restarts on the same port when it dies, so that its verifiers reconnect by themselves and feed it again.
 """
 
 import asyncio
@@ -65,12 +65,12 @@ class DrafterEngine:
     """
 
     def __init__(self, plan: EnginePlan):
-        import torch  # noqa: PLC0415 - only the actor drafts; the replica beside it stays light
+        import torch  # only the actor drafts; the replica beside it stays light
 
-        from dspark_ray.drafter.checkpoint import load_drafter  # noqa: PLC0415
-        from dspark_ray.drafter.runner import DraftRunner  # noqa: PLC0415
-        from dspark_ray.drafter.service import DrafterService  # noqa: PLC0415
-        from dspark_ray.drafter.wire import fingerprint  # noqa: PLC0415
+        from dspark_ray.drafter.checkpoint import load_drafter
+        from dspark_ray.drafter.runner import DraftRunner
+        from dspark_ray.drafter.service import DrafterService
+        from dspark_ray.drafter.wire import fingerprint
 
         torch.set_num_threads(plan.threads)
         checkpoint, target = Path(plan.checkpoint), Path(plan.target)

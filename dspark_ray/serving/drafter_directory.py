@@ -1,7 +1,7 @@
 """Where a model's drafters are, without Redis: their actors' names, kept by Ray.
 
-With Redis the cluster scheduler's policy names them, with weights; this is what a verifier uses until the first
-policy has come, and where there is no Redis.
+With Redis the cluster scheduler's policy names them, with weights; this is what a verifier uses until the
+first policy has come, and where there is no Redis.
 """
 
 import asyncio
