@@ -246,7 +246,7 @@ def parse_request(raw: bytes, kind: type) -> Any:
     for name in xargs if isinstance(xargs, dict) else ():
         if name.startswith(SERVER_XARGS):
             raise RequestError(f"vllm_xargs.{name} cannot be set by a client.", param="vllm_xargs")
-    body = kind.model_validate({**fields, "request_id": uuid.uuid4().hex})
+    body = _validated({**fields, "request_id": uuid.uuid4().hex}, kind)
     for name in FLOAT_FIELDS:
         _finite(getattr(body, name, None), name)
     for value in (body.logit_bias or {}).values():
@@ -254,6 +254,14 @@ def parse_request(raw: bytes, kind: type) -> Any:
     if isinstance(body, ChatCompletionRequest):
         body = _sanitize_chat_completion_request(body)
     return body
+
+
+def _validated(fields: dict[str, Any], kind: type) -> Any:
+    try:
+        return kind.model_validate(fields)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # vLLM's validators look into fields whose types have not been checked yet.
+        raise RequestError(f"A field has a value of the wrong type ({type(error).__name__}).") from None
 
 
 def _finite(value: float | None, param: str) -> None:
