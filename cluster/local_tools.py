@@ -4,6 +4,7 @@ Standard library and the openai client only; Linux (it reads /proc).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -45,46 +46,54 @@ def wait_port(port: str, timeout_s: float) -> int:
     return 1
 
 
-def cluster_processes(state: str) -> list[int]:
+def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[int, str]:
     """Processes that carry this state folder's mark in their environment, and all their descendants.
 
     Descendants are needed too: setting a process title overwrites a process's visible environment.
+
+    Args:
+        state: The state folder.
+        known: Processes found earlier; they and their descendants count even when their parents have ended.
+
+    Returns:
+        Id and start time, which together name a process for good, of all that run.
     """
     mark = f"{MARK}={state}".encode()
     parents: dict[int, int] = {}
+    starts: dict[int, str] = {}
     found: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
         try:
-            stat = (folder / "stat").read_text()
-            if stat.rpartition(")")[2].split()[0] == "Z":
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z":  # ended, and only waits for its parent to notice
                 continue
-            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+            parents[pid], starts[pid] = int(fields[1]), fields[19]
             if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
+                found.add(pid)
         except OSError:  # gone meanwhile, or another user's
             continue
+    found |= {pid for pid, start in (known or {}).items() if starts.get(pid) == start}
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= children
-    return sorted(found - {os.getpid()})
+    return {pid: starts[pid] for pid in sorted(found - {os.getpid()}) if pid in starts}
 
 
-def stop(state: str) -> int:
+def stop(state: str, polite_s: float = 15.0) -> int:
     """End the cluster's processes: politely, then for good. The exit status is 1 if any is left."""
-    for sig, patience_s in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
+    running = cluster_processes(state)
+    for sig, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + patience_s
         signalled: set[int] = set()
-        while running := cluster_processes(state):
-            for pid in set(running) - signalled:  # also those that appear while others end
-                try:
+        while running and time.monotonic() < deadline:
+            for pid in running.keys() - signalled:  # also those that appear while others end
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, sig)
-                except ProcessLookupError:
-                    continue
-            signalled.update(running)
-            if time.monotonic() > deadline:
-                break
+            signalled |= running.keys()
             time.sleep(0.2)
+            running = cluster_processes(state, running)
     if running:
-        print(f"still running: {running}", file=sys.stderr)
+        print(f"still running: {sorted(running)}", file=sys.stderr)
     return int(bool(running))
 
 
