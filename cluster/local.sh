@@ -73,7 +73,7 @@ setup() {
     chmod 700 "$state"
     local stamp wanted
     stamp=$venv/.dspark-installed
-    wanted=$(cat pyproject.toml cluster/local.sh | cksum)
+    wanted=$({ cat pyproject.toml; declare -f install_packages; } | cksum)
     [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
     if [ ! -x "$python" ]; then
         "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 FILE = Path(__file__).resolve().parents[2] / "cluster" / "local_tools.py"
-# A process that starts a child without the mark (like one that overwrote its environment); the child prints its id.
+# A process whose child has no mark (like one that overwrote its environment); the child prints its id.
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{CHILD}'], env={{}})"
 STUBBORN = PARENT.replace(
