@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import openai
 import psutil
 
 REPO = Path(__file__).resolve().parent.parent
+RUN_MARK = "DSPARK_TEST_RUN"
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 60.0
@@ -92,6 +93,9 @@ def running_app(
         "RAY_AUTH_MODE": "disabled",
         "PYTHONPATH": str(REPO),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray would kill replicas when other programs take the memory of the machine.
+        "RAY_memory_monitor_refresh_ms": "0",
+        RUN_MARK: folder.name,
         **environ,
     }
     env.pop("RAY_ADDRESS", None)
@@ -110,13 +114,12 @@ def running_app(
         app.read_reply(START_TIMEOUT_S)
         yield app
     finally:
-        _stop(process, folder)
+        _stop(process, folder.name)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stop(process: subprocess.Popen[str], folder: Path) -> None:
-    """End the driver and then whatever of its cluster is still there, known by the cluster's own folder."""
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+def _stop(process: subprocess.Popen[str], mark: str) -> None:
+    """End the driver, then whatever of its cluster is left: all that inherited the run's mark."""
     process.stdin.close()
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -124,13 +127,20 @@ def _stop(process: subprocess.Popen[str], folder: Path) -> None:
         process.kill()
         process.wait()
     process.stdout.close()
-    for left in family:
-        try:
-            if left.is_running():
-                left.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(family, timeout=10)
+    # Twice: the first round's processes may have been starting others.
+    for _ in range(2):
+        left = [other for other in psutil.process_iter() if _environ(other).get(RUN_MARK) == mark]
+        for other in left:
+            with suppress(psutil.NoSuchProcess):
+                other.kill()
+        psutil.wait_procs(left, timeout=10)
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def free_port() -> int:
