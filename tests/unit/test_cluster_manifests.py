@@ -250,6 +250,22 @@ def test_gpu_roles_have_a_group_each_on_their_own_accelerator():
     assert len(selectors) == 3
 
 
+def test_models_are_fetched_to_where_the_config_looks_for_them():
+    service = ray_service(KUBERAY / "gpu.yaml")
+    _, app = app_of(service)
+    (model,) = app.models
+    folders = {model.target.source, model.drafter.source}
+    for group in groups(service):
+        pod = group["template"]["spec"]
+        (fetch,) = pod["initContainers"]
+        assert set(re.findall(r"--local-dir (\S+)", fetch["args"][0])) == folders
+        for mount in (*fetch["volumeMounts"], *container(group)["volumeMounts"]):
+            assert mount["name"] in {volume["name"] for volume in pod["volumes"]}
+    for file in (ROOT / "cluster" / "ray-up").glob("*.yaml"):
+        commands = "\n".join(yaml.safe_load(file.read_text())["setup_commands"])
+        assert set(re.findall(r"--local-dir (\S+)", commands)) == folders
+
+
 def matches(selector: dict, labels: dict[str, str]) -> bool:
     return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
 
