@@ -19,10 +19,11 @@ def test_links_and_files(readme: Path):
     text = readme.read_text()
     for target in re.findall(r"\]\((?!https://)([^)#]+)", text):
         assert (readme.parent / target).exists(), target
-    paths = re.findall(r"(?<![\w/])(?:cluster|deployments|tests|dspark_ray)/[\w./*-]+\.\w+", text)
-    assert paths
-    for path in paths:
-        assert list(ROOT.glob(path)), path
+    files = re.findall(r"`([\w./*-]+\.(?:yaml|yml|py|sh|json))`", text)
+    files += re.findall(r"(?<![\w/])(?:cluster|deployments|tests|dspark_ray)/[\w./*-]+\.\w+", text)
+    assert files
+    for file in files:
+        assert list(readme.parent.glob(file)) or list(ROOT.glob(file)), file
 
 
 @readmes
