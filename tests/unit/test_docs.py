@@ -19,7 +19,7 @@ def test_links_and_files(readme: Path):
     text = readme.read_text()
     for target in re.findall(r"\]\((?!https://)([^)#]+)", text):
         assert (readme.parent / target).exists(), target
-    files = re.findall(r"`([\w./*-]+\.(?:yaml|yml|py|sh|json))`", text)
+    files = re.findall(r"`([\w*][\w./*-]*\.(?:yaml|yml|py|sh|json))`", text)
     files += re.findall(r"(?<![\w/])(?:cluster|deployments|tests|dspark_ray)/[\w./*-]+\.\w+", text)
     assert files
     for file in files:
