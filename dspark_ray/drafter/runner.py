@@ -98,6 +98,11 @@ class DraftRunner:
         self._table = self._cache.table
 
     @property
+    def model(self) -> DSparkModel:
+        """The drafter, in the runner's dtype and on its device."""
+        return self._model
+
+    @property
     def capacity(self) -> int:
         """Requests whose context fits at once."""
         return self._table.capacity
