@@ -88,6 +88,14 @@ class DraftConfig(BaseModel):
         return self
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its weight: fp32 under autocast, where the fused kernel wants both alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] → [..., d]."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class FeatureProjection(nn.Module):
     """C = RMSNorm(W_fc · concat of the taps). It runs in the target's process, so it can be loaded alone."""
 
@@ -95,7 +103,7 @@ class FeatureProjection(nn.Module):
         super().__init__()
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, taps: Tensor) -> Tensor:
         """Taps [..., m·d_target], layers in the order of target_layer_ids → context features [..., d]."""
@@ -114,8 +122,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(d, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(d, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, d, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = Norm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Norm(self.head_dim, eps=config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., G, D] of x [..., d] with cos and sin [..., D]."""
@@ -178,9 +186,9 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config)
 
     def forward(
@@ -202,7 +210,7 @@ class DSparkModel(nn.Module):
         self.config = config
         self.projection = FeatureProjection(config)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.markov_head: MarkovHead | None = None
         if config.markov_rank:
             self.markov_head = MarkovHead(

@@ -34,6 +34,8 @@ class DraftShape(FrozenModel):
     """linear sees only earlier tokens, mlp also the drafted one."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Context rows a block sees; all when unset."""
+    init_from: Path | None = None
+    """A draft checkpoint to go on from, with its vocabulary; the target's layers when unset."""
 
 
 class LossWeights(FrozenModel):

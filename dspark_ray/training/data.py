@@ -98,7 +98,7 @@ def split_held_out(examples: list[Example], held_out: int, seed: int) -> tuple[l
     return [example for i in sorted(order) for example in groups[i]], aside
 
 
-def frequent_tokens(examples: Sequence[Example], size: int, always: Sequence[int]) -> tuple[Tensor, float]:
+def frequent_tokens(examples: Sequence[Example], size: int, always: Sequence[int]) -> Tensor:
     """A draft vocabulary.
 
     Args:
@@ -107,18 +107,27 @@ def frequent_tokens(examples: Sequence[Example], size: int, always: Sequence[int
         always: ids that must be in it (stop tokens).
 
     Returns:
-        Sorted ids [V'] int64 and the share of answer tokens that they cover. When the answers use fewer than
-        V' tokens, the lowest unused ids fill the rest.
+        Sorted ids [V'] int64. When the answers use fewer than V' tokens, the lowest unused ids fill the rest.
     """
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(example.ids[example.prompt_len :].tolist())
+    counts = _answer_counts(examples)
     chosen = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common(size))]))[:size]
     seen = set(chosen)
     filler = (token for token in range(size + len(seen)) if token not in seen)
     chosen += [next(filler) for _ in range(size - len(chosen))]
-    covered = sum(counts[token] for token in chosen) / max(1, counts.total())
-    return torch.tensor(sorted(chosen)), covered
+    return torch.tensor(sorted(chosen))
+
+
+def covered_share(examples: Sequence[Example], vocabulary: Tensor) -> float:
+    """Share of answer tokens that a draft vocabulary [V'] can draft."""
+    counts = _answer_counts(examples)
+    return sum(counts[token] for token in vocabulary.tolist()) / max(1, counts.total())
+
+
+def _answer_counts(examples: Sequence[Example]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example.ids[example.prompt_len :].tolist())
+    return counts
 
 
 def anchor_positions(prompt_len: int, length: int, limit: int, generator: torch.Generator) -> Tensor:

@@ -197,7 +197,7 @@ class TargetFeatures:
                 length = int(batch.lengths[row])
                 self._cache.put(index, _row(captured, row, length))
             return captured
-        return _stack([item for item in found if item is not None], batch.ids.shape[1], self._target.device)
+        return _stack([item for item in found if item is not None], batch.ids.shape[1], self._target)
 
 
 def _row(captured: Captured, row: int, length: int) -> Captured:
@@ -205,18 +205,18 @@ def _row(captured: Captured, row: int, length: int) -> Captured:
     return Captured(*(part[row : row + 1, :length] for part in parts))
 
 
-def _stack(items: list[Captured], width: int, device: str) -> Captured:
-    """Join [1, T_i, ...] to [B, width, ...], zero padded."""
+def _stack(items: list[Captured], width: int, target: FrozenTarget) -> Captured:
+    """Join [1, T_i, ...] to [B, width, ...], zero padded, in the target's dtype and place."""
 
     def join(parts: list[Tensor]) -> Tensor:
         padded = parts[0].new_zeros((len(parts), width, *parts[0].shape[2:]))
         for row, part in enumerate(parts):
             padded[row, : part.shape[1]] = part[0]
-        return padded.to(device)
+        return padded.to(target.device)
 
     return Captured(
-        join([item.taps for item in items]),
-        join([item.hidden for item in items]),
+        join([item.taps for item in items]).to(target.dtype),
+        join([item.hidden for item in items]).to(target.dtype),
         join([item.log_normaliser for item in items]),
         join([item.best for item in items]),
     )

@@ -67,7 +67,7 @@ class _CachedTarget:
             input_ids=ids,
             position_ids=positions,
             attention_mask=self.mask,
-            past_key_values=self._cache,
+            cache=self._cache,
             output_hidden_states=True,
             use_cache=True,
         )

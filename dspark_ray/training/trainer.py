@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dspark_ray.drafter.checkpoint import save_drafter
-from dspark_ray.drafter.model import DSparkModel
+from dspark_ray.drafter.checkpoint import load_drafter, save_drafter
+from dspark_ray.drafter.model import DraftConfig, DSparkModel
+from dspark_ray.errors import ConfigError
 from dspark_ray.training.config import LossConfig, LossWeights, OptimizerConfig, TrainConfig
 from dspark_ray.training.data import (
     AnchorBatch,
     Example,
+    covered_share,
     frequent_tokens,
     load_examples,
     make_batch,
@@ -71,10 +73,9 @@ class Trainer:
     def __init__(self, config: TrainConfig, rank: int = 0, world: int = 1):
         self.config, self.rank, self.world = config, rank, world
         if config.data.sequences_per_step % world:
-            raise ValueError(f"data.sequences_per_step must be a multiple of the {world} ranks")
+            raise ConfigError(f"data.sequences_per_step must be a multiple of the {world} ranks")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        torch.set_flush_denormal(True)  # far tails of the softmaxes are slow otherwise
         torch.manual_seed(config.seed)
         self.dtype = getattr(torch, config.compute_dtype)
         shape, data = config.draft, config.data
@@ -135,7 +136,7 @@ class Trainer:
                     grad_norm=round(norm, 4),
                 )
                 window, anchors, logged = {}, 0, now
-            if self.step % config.validate_every_steps == 0 or self.step == last:
+            if self.held_out and (self.step % config.validate_every_steps == 0 or self.step == last):
                 self._log("validation", self.validate())
                 logged = time.monotonic()
             if now - saved > config.save_every_s or self.step == last:
@@ -223,16 +224,25 @@ class Trainer:
         """The drafter, initialised from the target, and the share of answer tokens that it can draft."""
         config = self.config
         shape = draft_config(config.draft, self.target.config)
-        vocabulary, coverage = None, 1.0
-        if shape.reduced_vocabulary:
-            stops = self.target.config.eos_token_id
-            stops = [stops] if isinstance(stops, int) else list(stops or [])
-            vocabulary, coverage = frequent_tokens(self.examples, shape.draft_vocab_size, stops)
-        model = DSparkModel(shape).to(config.device)
-        initialise_from_target(model, self.target, self.examples[0].ids[None])
-        model.attach_target(self.target.embed_weight, self.target.lm_head_weight, vocabulary)
+        if config.draft.init_from is not None:
+            model = self._earlier_model(config.draft.init_from, shape)
+        else:
+            vocabulary = None
+            if shape.reduced_vocabulary:
+                stops = self.target.config.eos_token_id
+                stops = [stops] if isinstance(stops, int) else list(stops or [])
+                vocabulary = frequent_tokens(self.examples, shape.draft_vocab_size, stops)
+            model = DSparkModel(shape).to(config.device)
+            initialise_from_target(model, self.target, self.examples[0].ids[None])
+            model.attach_target(self.target.embed_weight, self.target.lm_head_weight, vocabulary)
         model.lm_head_weight = model.lm_head_weight.to(self.dtype)  # not cast anew in every forward
-        return model, coverage
+        return model, covered_share(self.examples, model.draft_to_target)
+
+    def _earlier_model(self, path: Path, shape: DraftConfig) -> DSparkModel:
+        model = load_drafter(path, target=self.config.target, dtype=torch.float32, device=self.config.device)
+        if model.config != shape:
+            raise ConfigError(f"draft.init_from {path} has another shape than this run's draft section")
+        return model.requires_grad_(True).train()
 
     def _cache(self, examples: list[Example]) -> FeatureCache | None:
         data, width = self.config.data, self.target.config.hidden_size
