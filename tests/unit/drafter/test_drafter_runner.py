@@ -103,6 +103,8 @@ def test_a_block_leaves_nothing_behind(model):
     rows = features(6, 9)
     runner = tiny_runner(model, window=16)
     draft_one(runner, DraftItem("a", 0, rows[:6], 7, BLOCK))
+    # Positions 6 and 7 were drafted, never fed: they are missing.
+    assert runner.draft([DraftItem("a", 8, rows[8:], 8, BLOCK)]).missing_from == [6]
     after = runner.draft([DraftItem("a", 6, rows[6:], 8, BLOCK)], return_hidden=True)
     torch.testing.assert_close(
         after.hidden[0], from_scratch(model, rows, 0, 8, BLOCK, 16)[2], atol=1e-4, rtol=1e-4
