@@ -232,7 +232,7 @@ def test_deployment_names_and_unknown_targets() -> None:
     from dspark_ray.serving.autoscaling import ROLE_OF_PREFIX
 
     # Read, not imported: that would load vLLM.
-    app = Path("dspark_ray/serving/app.py").read_text()
+    app = (Path(__file__).parents[3] / "dspark_ray/serving/app.py").read_text()
     prefixes = dict(re.findall(r'^(\w+)_PREFIX = "(\w+):"', app, re.MULTILINE))
     assert {"PREFILL", "VERIFIER"} <= prefixes.keys()
     assert {prefix: role.lower() for role, prefix in prefixes.items()}.items() <= ROLE_OF_PREFIX.items()
