@@ -8,6 +8,7 @@ from ray.serve import Application
 
 from dspark_ray.config import AppConfig, ModelConfig, parse_app_config
 from dspark_ray.errors import ConfigError
+from dspark_ray.serving.drafter import DrafterServer, drafter_bundle
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
 from dspark_ray.serving.ingress import make_ingress
 from dspark_ray.serving.prefill import DataParallelPrefillServer, PrefillServer
@@ -16,12 +17,13 @@ from dspark_ray.sources import check_sources
 
 PREFILL_PREFIX = "Prefill:"
 VERIFIER_PREFIX = "Verifier:"
+DRAFTER_PREFIX = "Drafter:"
 INGRESS_NAME = "Ingress"
 UNBOUNDED = -1
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Build the application: one verifier deployment per model, its prefill deployment, one ingress.
+    """Build the application: verifier, prefill and drafter deployments of each model, one ingress.
 
     Args:
         args: the ``args`` of the Serve config file, an `AppConfig`.
@@ -32,15 +34,20 @@ def build_app(args: dict[str, Any]) -> Application:
     config = parse_app_config(args)
     check_sources(config)
     _check_names(config)
-    verifiers = {model.id: _build_verifier(model) for model in config.models}
+    verifiers = {model.id: _build_verifier(model, config) for model in config.models}
     return _build_ingress(config, verifiers)
+
+
+def deployment_suffix(model_id: str) -> str:
+    """A model id as Ray Serve LLM writes it in names of deployments."""
+    return model_id.replace("/", "--").replace(".", "_")
 
 
 def _check_names(config: AppConfig) -> None:
     """Refuse ids that differ, but not as names of deployments, where "/" and "." are written otherwise."""
     seen: dict[str, str] = {}
     for model in config.models:
-        name = model.id.replace("/", "--").replace(".", "_")
+        name = deployment_suffix(model.id)
         if name in seen:
             raise ConfigError(
                 f"models: ids {seen[name]!r} and {model.id!r} name the same deployment ({name!r}): rename one"
@@ -48,22 +55,42 @@ def _check_names(config: AppConfig) -> None:
         seen[name] = model.id
 
 
-def _build_verifier(model: ModelConfig) -> Application:
+def _build_verifier(model: ModelConfig, config: AppConfig) -> Application:
     has_prefill = model.prefill.replicas > 0 or model.prefill.autoscaling is not None
     data_parallel = model.target.data_parallel_size > 1
-    bind_kwargs: dict[str, Any] = {"model": model}
+    own = {"model": model, "config": config}
+    bind_kwargs: dict[str, Any] = dict(own)
     if has_prefill:
         bind_kwargs["prefill_server"] = build_llm_deployment(
-            llm_config(model, model.prefill, disaggregated=True),
+            llm_config(model, model.prefill, config, disaggregated=True),
+            bind_kwargs=own,
             name_prefix=PREFILL_PREFIX,
             deployment_cls=DataParallelPrefillServer if data_parallel else PrefillServer,
         )
+    if model.drafter.placement == "remote":
+        bind_kwargs["drafter_pool"] = _build_drafters(model, config)
     return build_llm_deployment(
-        llm_config(model, model.verifier, disaggregated=has_prefill),
+        llm_config(model, model.verifier, config, disaggregated=has_prefill),
         name_prefix=VERIFIER_PREFIX,
         bind_kwargs=bind_kwargs,
         deployment_cls=DataParallelVerifierServer if data_parallel else VerifierServer,
     )
+
+
+def _build_drafters(model: ModelConfig, config: AppConfig) -> Application:
+    role = model.drafter
+    return serve.deployment(
+        DrafterServer,
+        name=DRAFTER_PREFIX + deployment_suffix(model.id),
+        **scaling_options(role, target_ongoing_requests=role.max_ongoing_requests),
+        max_ongoing_requests=role.max_ongoing_requests,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,
+        # The replica reserves nothing itself: its drafting actor takes the bundle, on the same node.
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=[drafter_bundle(role)],
+        placement_group_strategy="STRICT_PACK",
+    ).bind(model, config)
 
 
 def _build_ingress(config: AppConfig, verifiers: dict[str, Application]) -> Application:

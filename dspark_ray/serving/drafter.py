@@ -18,14 +18,14 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
 from dspark_ray.errors import ConfigError, DrafterUnavailableError
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
+from dspark_ray.serving.engine_args import LEAST_CPUS
 from dspark_ray.serving.ports import free_port_range
-from dspark_ray.serving.telemetry import ReplicaIdentity, report_forever, start_agent
+from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
 from dspark_ray.sources import resolve_source
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class DrafterServer:
         )
         self._heard_s = time.monotonic()
         self._restarts = 0
-        self._identity = ReplicaIdentity.of_this_replica("drafter", model.id, self._plan.device)
+        self._identity = ReplicaIdentity.of_this_replica("drafter", model.id, device_kind(model.drafter))
         agent = start_agent(config.control, config.telemetry)
         self._tasks = [
             asyncio.create_task(self._watch_forever()),
@@ -156,9 +156,6 @@ class DrafterServer:
                 num_cpus=role.cpus,
                 num_gpus=role.gpus,
                 resources=role.resources,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(
-                    ray.get_runtime_context().get_node_id(), soft=False
-                ),
                 runtime_env={"env_vars": engine_env(self._model)},
             )
             .remote(self._plan)
@@ -239,6 +236,14 @@ def engine_plan(model: ModelConfig, secret_env: str) -> EnginePlan:
         secret_env=secret_env,
         device="cuda" if drafter.gpus else "cpu",
     )
+
+
+def drafter_bundle(role: DrafterConfig) -> dict[str, float]:
+    """What one replica of the pool reserves, for its drafting actor."""
+    bundle = {"CPU": max(role.cpus, LEAST_CPUS), "GPU": role.gpus, **role.resources}
+    if role.accelerator_type:
+        bundle[f"accelerator_type:{role.accelerator_type}"] = 0.001
+    return {name: amount for name, amount in bundle.items() if amount}
 
 
 def engine_env(model: ModelConfig) -> dict[str, str]:

@@ -3,11 +3,11 @@
 import asyncio
 import functools
 import os
-import socket
 import time
 import uuid
 from typing import Any
 
+import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
@@ -21,7 +21,10 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
-from dspark_ray.serving.remote_prefill import PrefillRequest, RemotePrefill, TransferParams
+from dspark_ray.serving.ports import free_port_range
+from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest, RemotePrefill
+from dspark_ray.serving.speculation import carry_refused_parameters
+from dspark_ray.target.handoff import HANDOFF_ENDPOINT_KEY, HANDOFF_KEY
 
 REQUEST_UUID_KEY = "dspark_request_uuid"
 SIDE_CHANNEL_PORT_ENV = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -48,9 +51,16 @@ class DisaggregatedLLM(AsyncLLM):
         kwargs["arrival_time"] = kwargs.get("arrival_time") or time.time()
         params = params.clone()
         params.extra_args = {**(params.extra_args or {}), REQUEST_UUID_KEY: request_uuid}
-        transfer = await self._prefill_elsewhere(request_uuid, prompt, params, kwargs)
-        if transfer is not None:
-            params.extra_args["kv_transfer_params"] = transfer
+        prefilled = await self._prefill_elsewhere(request_uuid, prompt, params, kwargs)
+        if prefilled is not None:
+            params.extra_args["kv_transfer_params"] = prefilled.transfer
+            if prefilled.feature_endpoint is not None:
+                params.extra_args |= {
+                    HANDOFF_KEY: request_uuid,
+                    HANDOFF_ENDPOINT_KEY: prefilled.feature_endpoint,
+                }
+        if self.vllm_config.speculative_config is not None:
+            carry_refused_parameters(params)
         # Shielded: cancelled between the engine's having the request and our having its queue, the request
         # would run on with nobody to abort it.
         adding = asyncio.ensure_future(super().add_request(request_id, prompt, params, *args, **kwargs))
@@ -61,13 +71,13 @@ class DisaggregatedLLM(AsyncLLM):
             await self.abort(queue.request_id, internal=True)
             raise
         except Exception:
-            if transfer is not None:
-                await self.notify_kv_transfer_request_rejected(request_uuid, transfer)
+            if prefilled is not None:
+                await self.notify_kv_transfer_request_rejected(request_uuid, prefilled.transfer)
             raise
 
     async def _prefill_elsewhere(
         self, request_uuid: str, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
-    ) -> TransferParams | None:
+    ) -> PrefillDone | None:
         if self.remote_prefill is None or kwargs.get("lora_request") is not None:
             return None
         # Blocks are freed when the first of n siblings has fetched them, so those prefill here; so does a
@@ -92,6 +102,9 @@ class DSparkEngine(VLLMEngine):
         self.counters = EngineCounters()
         if llm_config.engine_kwargs.get("kv_transfer_config") and SIDE_CHANNEL_PORT_ENV not in os.environ:
             os.environ[SIDE_CHANNEL_PORT_ENV] = str(free_port_range(_ports_needed(llm_config)))
+        options = llm_config.engine_kwargs.get("additional_config", {}).get("dspark")
+        if options is not None:  # only the node itself knows where its sockets are to listen
+            options["handoff_bind"] = f"tcp://{ray.util.get_node_ip_address()}:*"
         super().__init__(llm_config)
 
     @property
@@ -127,26 +140,3 @@ def _ports_needed(llm_config: LLMConfig) -> int:
     kwargs = llm_config.engine_kwargs
     sizes = (kwargs.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
     return functools.reduce(lambda product, size: product * size, sizes, 1)
-
-
-def free_port_range(count: int) -> int:
-    """First of ``count`` neighbouring TCP ports that are free now.
-
-    Ray Serve LLM numbers NIXL's side channels from a fixed base by replica rank, so two models, two roles or
-    two clusters on one machine would meet on the same port.
-    """
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            first = probe.getsockname()[1]
-        if first + count < 2**16 and all(_is_free(first + offset) for offset in range(count)):
-            return first
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True

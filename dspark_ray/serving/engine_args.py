@@ -6,22 +6,23 @@ from typing import Any
 
 from ray.serve.llm import LLMConfig
 
-from dspark_ray.config import ModelConfig, RoleConfig
+from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
+from dspark_ray.serving.speculation import speculation_arguments
 from dspark_ray.sources import resolve_source
 
-CPU_WORKER_CLS = "dspark_ray.target.cpu_worker.DSparkCPUWorker"
 LOCAL_MODEL = "dspark_ray.serving.engine.LocalModel"
 HEALTH_CHECK_PERIOD_S = 5.0
 # A Ray placement group refuses a bundle that reserves nothing.
 LEAST_CPUS = 0.01
 
 
-def llm_config(model: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> LLMConfig:
+def llm_config(model: ModelConfig, role: RoleConfig, config: AppConfig, *, disaggregated: bool) -> LLMConfig:
     """What a replica of one role needs to start its engine.
 
     Args:
         model: the model the replica serves.
         role: ``model.prefill`` or ``model.verifier``.
+        config: of the application.
         disaggregated: whether KV is exchanged between prefill and verifier engines.
 
     Raises:
@@ -35,16 +36,17 @@ def llm_config(model: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> 
         placement_group_config={"bundles": placement_bundles(model, role), "strategy": "PACK"},
         runtime_env={"env_vars": replica_env(model, role, source)},
         deployment_config=deployment_options(model, role),
-        engine_kwargs=engine_kwargs(model, on_cpu=on_cpu, disaggregated=disaggregated),
+        engine_kwargs=engine_kwargs(model, on_cpu=on_cpu, disaggregated=disaggregated)
+        | speculation_arguments(model, config, prefill=role is model.prefill, on_cpu=on_cpu),
         log_engine_metrics=True,
         **({"callback_config": {"callback_class": LOCAL_MODEL}} if Path(source).is_absolute() else {}),
     )
 
 
 def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> dict[str, Any]:
-    """The AsyncEngineArgs of one engine.
+    """The AsyncEngineArgs of one engine, but for its drafter.
 
-    Both sides of a KV transfer get the same arguments: NIXL compares them before it connects two engines.
+    Both sides of a KV transfer get the same of these: NIXL compares them before it connects two engines.
     """
     target = model.target
     kwargs: dict[str, Any] = {
@@ -62,7 +64,6 @@ def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> d
     if on_cpu:
         kwargs |= {
             "enforce_eager": True,
-            "worker_cls": CPU_WORKER_CLS,
             "kv_cache_memory_bytes": int(target.kv_cache_gib * 2**30),
         }
     if disaggregated:

@@ -1,8 +1,10 @@
 """A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import base_prefill_kv_transfer_params
 from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDPrefillServer
@@ -10,6 +12,9 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.engine import DSparkEngine
 from dspark_ray.serving.remote_prefill import (
     PrefillAccepted,
@@ -18,6 +23,10 @@ from dspark_ray.serving.remote_prefill import (
     PrefillRefused,
     PrefillRequest,
 )
+from dspark_ray.serving.speculation import drafts_in_shim
+from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
+from dspark_ray.serving.verifier_control import read_workers
+from dspark_ray.target.handoff import HANDOFF_KEY
 
 
 class PrefillServer(PDPrefillServer):
@@ -25,6 +34,20 @@ class PrefillServer(PDPrefillServer):
 
     _default_engine_cls = DSparkEngine
     engine: DSparkEngine
+
+    async def __init__(self, llm_config: LLMConfig, *, model: ModelConfig, config: AppConfig):
+        await super().__init__(llm_config)
+        endpoints = []
+        if drafts_in_shim(model):
+            endpoints = await self.engine.client.collective_rpc("dspark_handoff_endpoint")
+        self._feature_endpoint = next((endpoint for endpoint in endpoints if endpoint), None)
+        self._identity = ReplicaIdentity.of_this_replica("prefill", model.id, device_kind(model.prefill))
+        agent = start_agent(config.control, config.telemetry)
+        interval_s = config.telemetry.sample_interval_s
+        self._reporting = asyncio.create_task(report_forever(agent, self._collect, interval_s))
+
+    async def _collect(self, _policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
+        return self._identity.sample(**self.engine.counters.load()), ()
 
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         """Compute the KV of one prompt.
@@ -39,11 +62,12 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={
+                HANDOFF_KEY: request.request_uuid,
                 "kv_transfer_params": {
                     **base_prefill_kv_transfer_params(),
                     "remote_host": None,
                     "remote_port": None,
-                }
+                },
             },
         )
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
@@ -53,13 +77,13 @@ class PrefillServer(PDPrefillServer):
         try:
             async for output in outputs:
                 if output.finished and output.kv_transfer_params:
-                    yield PrefillDone(output.kv_transfer_params)
+                    yield PrefillDone(output.kv_transfer_params, self._feature_endpoint)
         except (ValueError, VLLMClientError):
             yield PrefillRefused()
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
-        return self.engine.counters.snapshot()
+        return {**self.engine.counters.snapshot(), "workers": await read_workers(self.engine)}
 
 
 class DataParallelPrefillServer(PrefillServer, DPServer):

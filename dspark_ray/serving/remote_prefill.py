@@ -48,6 +48,8 @@ class PrefillDone:
     """The prompt's KV lies ready in the prefill engine until it is fetched, given up, or its lease ends."""
 
     transfer: TransferParams
+    feature_endpoint: str | None = None
+    """Where the prompt's context features can be fetched under the request's uuid; None without a drafter."""
 
 
 PrefillEvent = PrefillAccepted | PrefillRefused | PrefillDone
@@ -89,11 +91,11 @@ class RemotePrefill:
         self.outcomes: Counter[str] = Counter()
         """How often each of done, refused, paused, late, failed and abandoned came out."""
 
-    async def run(self, request: PrefillRequest) -> TransferParams | None:
+    async def run(self, request: PrefillRequest) -> PrefillDone | None:
         """Have the prompt prefilled elsewhere.
 
         Returns:
-            The transfer parameters, or None where the caller must prefill itself.
+            What the prefill replica answered, or None where the caller must prefill itself.
         """
         now_s = self._clock()
         if now_s < self._paused_until_s:
@@ -114,7 +116,7 @@ class RemotePrefill:
         finally:
             self.waiting -= 1
 
-    async def _exchange(self, request: PrefillRequest) -> TransferParams | None:
+    async def _exchange(self, request: PrefillRequest) -> PrefillDone | None:
         events = self._ask(request)
         accepted = False
         try:
@@ -122,7 +124,7 @@ class RemotePrefill:
                 async for event in events:
                     if isinstance(event, PrefillDone):
                         self._works("done")
-                        return event.transfer
+                        return event
                     if isinstance(event, PrefillRefused):
                         self._works("refused")
                         return None
@@ -155,15 +157,15 @@ class RemotePrefill:
         )
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
-    async def _abandon(self, request: PrefillRequest, task: asyncio.Task[TransferParams | None]) -> None:
+    async def _abandon(self, request: PrefillRequest, task: asyncio.Task[PrefillDone | None]) -> None:
         """The client is gone: free the blocks if they come soon, else cancel the work."""
         self.outcomes["abandoned"] += 1
         try:
-            transfer = await asyncio.wait_for(task, ABANDONED_WAIT_S)
+            prefilled = await asyncio.wait_for(task, ABANDONED_WAIT_S)
         except TimeoutError:
             return
-        if transfer is not None:
-            await self._give_up(request.request_uuid, transfer)
+        if prefilled is not None:
+            await self._give_up(request.request_uuid, prefilled.transfer)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

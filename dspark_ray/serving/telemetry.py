@@ -18,7 +18,7 @@ import ray
 from ray import serve
 from ray.util.metrics import Counter, Gauge
 
-from dspark_ray.config import ControlConfig, TelemetryConfig
+from dspark_ray.config import ControlConfig, RoleConfig, TelemetryConfig
 from dspark_ray.control.agent import ActivePolicy, ReplicaAgent
 from dspark_ray.control.metrics import AGENT_METRICS, SAMPLE_METRICS, Metric
 from dspark_ray.control.telemetry import TelemetryStore
@@ -72,6 +72,11 @@ class ReplicaIdentity:
             device_kind=self.device_kind,
             **fields,
         )
+
+
+def device_kind(role: RoleConfig) -> str:
+    """What a replica of the role computes on, as `LoadSample.device_kind` says it."""
+    return (role.accelerator_type or "gpu") if role.gpus else "cpu"
 
 
 def open_store(control: ControlConfig, telemetry: TelemetryConfig) -> TelemetryStore | None:

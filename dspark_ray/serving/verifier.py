@@ -1,8 +1,10 @@
 """A verifier replica: owns a request from its prompt to its last token."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ray import serve
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
@@ -10,10 +12,14 @@ from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPS
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer
 from ray.serve.handle import DeploymentHandle
 
-from dspark_ray.config import ModelConfig
+from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.engine import DSparkEngine
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
+from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.streams import coalesce
+from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
+from dspark_ray.serving.verifier_control import VerifierControl
 
 STREAM_INTERVAL_S = 0.02
 
@@ -24,21 +30,34 @@ class VerifierServer(PDDecodeServer):
     Args:
         llm_config: what starts the engine.
         model: the model served.
+        config: of the application.
         prefill_server: handle of the model's prefill deployment; None where it has none.
+        drafter_pool: handle of the model's drafter deployment. Draft calls do not go through it: it makes the
+            pool a part of the application.
     """
 
     _default_engine_cls = DSparkEngine
     engine: DSparkEngine
 
     async def __init__(
-        self, llm_config: LLMConfig, *, model: ModelConfig, prefill_server: DeploymentHandle | None = None
+        self,
+        llm_config: LLMConfig,
+        *,
+        model: ModelConfig,
+        config: AppConfig,
+        prefill_server: DeploymentHandle | None = None,
+        drafter_pool: DeploymentHandle | None = None,  # noqa: ARG002
     ):
         self._remote_prefill: RemotePrefill | None = None
         if prefill_server is None:
             # Past PDDecodeServer, which insists on a prefill deployment, to whatever server comes after it.
             await super(PDDecodeServer, self).__init__(llm_config)
-            return
-        await super().__init__(llm_config, prefill_server=prefill_server)
+        else:
+            await super().__init__(llm_config, prefill_server=prefill_server)
+            self._use_prefill(model)
+        self._report(model, config)
+
+    def _use_prefill(self, model: ModelConfig) -> None:
         client = self.engine.client
         self._remote_prefill = RemotePrefill(
             self._ask_prefill,
@@ -47,6 +66,22 @@ class VerifierServer(PDDecodeServer):
             deadline_s=model.prefill.deadline_s,
         )
         client.remote_prefill = self._remote_prefill
+
+    def _report(self, model: ModelConfig, config: AppConfig) -> None:
+        """Report load, follow policies and, with a remote drafter, the pool."""
+        speculative = self.engine.client.vllm_config.speculative_config
+        drafting = speculative is not None and drafts_in_shim(model)
+        app = serve.get_replica_context().app_name
+        self._control = VerifierControl(
+            self.engine,
+            ReplicaIdentity.of_this_replica("verifier", model.id, device_kind(model.verifier)),
+            block_size=speculative.num_speculative_tokens if drafting else 0,
+            directory=DrafterDirectory(app, model.id) if model.drafter.placement == "remote" else None,
+            requests_queued=lambda: self._remote_prefill.waiting if self._remote_prefill else 0,
+        )
+        agent = start_agent(config.control, config.telemetry)
+        interval_s = config.telemetry.sample_interval_s
+        self._reporting = asyncio.create_task(report_forever(agent, self._control.collect, interval_s))
 
     async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         response = self._prefill_handle.prefill.remote(request)
@@ -81,6 +116,7 @@ class VerifierServer(PDDecodeServer):
             **self.engine.counters.snapshot(),
             "requests_queued": remote.waiting if remote else 0,
             "remote_prefills": dict(remote.outcomes) if remote else {},
+            "workers": self._control.workers,
         }
 
 

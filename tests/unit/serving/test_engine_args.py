@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from ray.serve.llm import LLMConfig
 
-from dspark_ray.config import ModelConfig
+from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
 from dspark_ray.errors import ConfigError
-from dspark_ray.serving.engine_args import core_binding, llm_config
+from dspark_ray.serving import engine_args
+from dspark_ray.serving.engine_args import core_binding
 
 
 @pytest.fixture
@@ -18,6 +20,10 @@ def folder(tmp_path: Path) -> Path:
 
 def model(folder: Path, **fields) -> ModelConfig:
     return ModelConfig.model_validate({"id": "m/x.1", "target": {"source": str(folder)}} | fields)
+
+
+def llm_config(config: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> LLMConfig:
+    return engine_args.llm_config(config, role, AppConfig(models=(config,)), disaggregated=disaggregated)
 
 
 def test_cpu_roles_get_cpu_bundles_bounds_and_the_same_engine_on_both_sides(folder: Path) -> None:

@@ -16,6 +16,7 @@ from dspark_ray.serving.remote_prefill import (
 
 REQUEST = PrefillRequest("uuid", [1, 2, 3])
 TRANSFER = {"remote_block_ids": [[4]]}
+DONE = PrefillDone(TRANSFER, "tcp://10.0.0.1:5555")
 
 
 class Replica:
@@ -34,7 +35,7 @@ class Replica:
             await asyncio.sleep(self.work_s)
             if self.fails:
                 raise ConnectionError("replica died")
-            yield PrefillRefused() if self.refuses else PrefillDone(TRANSFER)
+            yield PrefillRefused() if self.refuses else DONE
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
@@ -56,7 +57,7 @@ def remote(replica: Replica, clock: Clock | None = None) -> RemotePrefill:
 
 async def test_work_may_take_longer_than_the_queue() -> None:
     prefill = remote(Replica(work_s=0.1))
-    assert await prefill.run(REQUEST) == TRANSFER
+    assert await prefill.run(REQUEST) == DONE
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ async def test_no_answer_means_local_prefill_and_a_pause(replica: Replica) -> No
     assert replica.calls == 2
     clock.now_s += remote_prefill.FIRST_PAUSE_S
     replica.queue_s, replica.work_s, replica.fails = 0.0, 0.0, False
-    assert await prefill.run(REQUEST) == TRANSFER
-    assert await asyncio.gather(prefill.run(REQUEST), prefill.run(REQUEST)) == [TRANSFER, TRANSFER]
+    assert await prefill.run(REQUEST) == DONE
+    assert await asyncio.gather(prefill.run(REQUEST), prefill.run(REQUEST)) == [DONE, DONE]
 
 
 async def test_a_prompt_at_fault_pauses_nothing() -> None:

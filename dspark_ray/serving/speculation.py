@@ -1,0 +1,85 @@
+"""What a model's drafter means for its engines: which worker, which options, which request parameters."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.errors import ConfigError
+from dspark_ray.sources import resolve_source
+from dspark_ray.target.options import TargetOptions, engine_arguments
+from dspark_ray.target.slot_processors import LOGIT_BIAS_KEY, MIN_P_KEY
+
+
+def drafts_in_shim(model: ModelConfig) -> bool:
+    """Whether our own worker drafts and verifies, as opposed to vLLM's method or plain decoding."""
+    return model.drafter.placement in ("remote", "colocated")
+
+
+def speculation_arguments(
+    model: ModelConfig, config: AppConfig, *, prefill: bool, on_cpu: bool
+) -> dict[str, Any]:
+    """The AsyncEngineArgs that one engine of the model needs for its drafter.
+
+    Args:
+        model: whose engine.
+        config: of the application.
+        prefill: whether it is a prefill engine: it keeps prompt features and drafts nothing.
+        on_cpu: where it runs.
+
+    Raises:
+        ConfigError: the drafter is not there or cannot be used.
+    """
+    drafter = model.drafter
+    if drafter.placement == "none":
+        return engine_arguments(TargetOptions(), 0) if on_cpu else {}
+    checkpoint = resolve_source(drafter.source or "", f"model {model.id}: drafter.source")
+    if drafter.placement == "native":
+        # The same on both sides, or their KV layouts would differ.
+        return {"speculative_config": _native_speculation(model, checkpoint)}
+    if not Path(checkpoint).is_absolute():
+        raise ConfigError(
+            f"model {model.id}: drafter.source: {checkpoint} must be a folder on every node: download it first"
+        )
+    placement = "prefill" if prefill else drafter.placement
+    options = TargetOptions(
+        placement=placement,
+        checkpoint=Path(checkpoint),
+        exactness=model.exactness,
+        scheduling=model.scheduling,
+        tau=config.control.fixed_tau if config.control.policy == "fixed_tau" else config.control.tau_min,
+        window_tokens=drafter.window_tokens,
+        cache_mib=drafter.cache_mib,
+        deadline_ms=drafter.deadline_ms,
+        secret_env=config.security.secret_env,
+    )
+    return engine_arguments(options, block_size(model, checkpoint), gpu=not on_cpu)
+
+
+def block_size(model: ModelConfig, checkpoint: str) -> int:
+    """γ, drafts a round: the configured number, else the checkpoint's."""
+    if model.drafter.block_size is not None:
+        return model.drafter.block_size
+    from dspark_ray.drafter.checkpoint import load_draft_config
+
+    return load_draft_config(Path(checkpoint)).num_draft_tokens
+
+
+def _native_speculation(model: ModelConfig, checkpoint: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": "dspark", "model": checkpoint}
+    if model.drafter.block_size is not None:
+        config["num_speculative_tokens"] = model.drafter.block_size
+    return config
+
+
+def carry_refused_parameters(params: SamplingParams) -> None:
+    """Move what vLLM refuses under speculation to where our worker reads it, for every slot alike."""
+    extra = params.extra_args or {}
+    if params.logit_bias:
+        extra[LOGIT_BIAS_KEY] = [number for pair in params.logit_bias.items() for number in pair]
+        params.logit_bias = None
+    if params.min_p:
+        extra[MIN_P_KEY] = params.min_p
+        params.min_p = 0.0
+    params.extra_args = extra or None
