@@ -40,10 +40,21 @@ def test_attributes_of_the_runner_that_are_read():
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner = inspect.getsource(GPUModelRunner.__init__)
-    for name in ("use_aux_hidden_state_outputs", "discard_request_mask", "execute_model_state", "num_spec_tokens"):
+    for name in (
+        "use_aux_hidden_state_outputs",
+        "discard_request_mask",
+        "execute_model_state",
+        "num_spec_tokens",
+    ):
         assert f"self.{name}" in runner, f"GPUModelRunner no longer sets {name}"
     batch = inspect.getsource(InputBatch)
-    for name in ("generators", "num_computed_tokens_cpu", "num_tokens_no_spec", "token_ids_cpu", "logitsprocs"):
+    for name in (
+        "generators",
+        "num_computed_tokens_cpu",
+        "num_tokens_no_spec",
+        "token_ids_cpu",
+        "logitsprocs",
+    ):
         assert f"self.{name}" in batch, f"InputBatch no longer sets {name}"
 
 
@@ -64,3 +75,29 @@ def test_the_runner_name_is_ours_only_while_the_device_starts(monkeypatch: pytes
         DSparkCPUWorker.init_device(object.__new__(DSparkCPUWorker))
     assert built == [DSparkCPUModelRunner]
     assert vllm_cpu_worker.CPUModelRunner is stock
+
+
+def test_the_gpu_worker_builds_our_runner_and_refuses_the_other_generation(monkeypatch: pytest.MonkeyPatch):
+    """Wiring only: it needs no GPU to see which class vLLM's own code would build."""
+    import vllm.v1.worker.gpu_model_runner as vllm_runner
+    import vllm.v1.worker.gpu_worker as vllm_worker
+
+    from dspark_ray.target.gpu_worker import DSparkGPUModelRunner, DSparkGPUWorker
+
+    built = []
+    stock = vllm_runner.GPUModelRunner
+
+    def init_device(self):
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        built.append(GPUModelRunner)
+
+    monkeypatch.setattr(vllm_worker.Worker, "init_device", init_device)
+    DSparkGPUWorker.init_device(object.__new__(DSparkGPUWorker))
+    assert built == [DSparkGPUModelRunner]
+    assert vllm_runner.GPUModelRunner is stock
+    monkeypatch.setattr(
+        vllm_worker.Worker, "__init__", lambda self, **_: setattr(self, "use_v2_model_runner", True)
+    )
+    with pytest.raises(contract.ConfigError, match="VLLM_USE_V2_MODEL_RUNNER"):
+        DSparkGPUWorker()

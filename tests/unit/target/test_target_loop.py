@@ -45,9 +45,7 @@ def loop_over(client, *, mode="fixed_len", refeed_rows=64, profile=None) -> Draf
         block_size=BLOCK, calibration=None, rng=random.Random(0),
     )  # fmt: skip
     contexts = RequestContexts(WINDOW, WIDTH, prefix=None, stats=stats)
-    return DraftLoop(
-        contexts, client, planner, profile, stats, exactness="coupled", refeed_rows=refeed_rows
-    )
+    return DraftLoop(contexts, client, planner, profile, stats, exactness="coupled", refeed_rows=refeed_rows)
 
 
 class Request:
@@ -158,7 +156,9 @@ def test_room_trims_one_request_and_not_its_neighbour():
     """Fault 20: near its end a request drafts less, the others as before."""
     loop = loop_over(ColocatedDrafter(tiny_runner(MODEL, window=WINDOW)))
     rows, features = prompts_of(5, 6, 7)
-    rows = [StepRow(r.key, 0, r.rows, r.tokens, r.anchor_token_id, room=room) for r, room in zip(rows, (0, 2, 9))]
+    rows = [
+        StepRow(r.key, 0, r.rows, r.tokens, r.anchor_token_id, room=room) for r, room in zip(rows, (0, 2, 9))
+    ]
     started(loop, rows)
     assert [len(drafts) for drafts in loop.step(rows, features)] == [0, 2, BLOCK]
 
@@ -181,9 +181,7 @@ def test_drafting_switched_off_and_on_again_resumes_with_the_whole_context():
 def test_what_does_not_pay_is_not_drafted_but_tried_again():
     """Steep step costs and nothing accepted: drafting stops, and a step now and then probes."""
     profile = StepProfile([1, 8, 64], [1.0, 8.0, 64.0])
-    loop = loop_over(
-        ColocatedDrafter(tiny_runner(MODEL, window=WINDOW)), mode="throughput", profile=profile
-    )
+    loop = loop_over(ColocatedDrafter(tiny_runner(MODEL, window=WINDOW)), mode="throughput", profile=profile)
     for _ in range(40):
         loop.planner.observe_round(4, 0)
     rows, features = prompts_of(9)

@@ -84,7 +84,8 @@ def until_answered(pool, questions, within_s=5.0):
 
 def expected(questions) -> list[DraftAnswer]:
     items = [
-        DraftItem(q.key, q.base_position, q.features, q.anchor_token_id, q.draft_len, q.fresh) for q in questions
+        DraftItem(q.key, q.base_position, q.features, q.anchor_token_id, q.draft_len, q.fresh)
+        for q in questions
     ]
     return answers_of(tiny_runner(MODEL, window=16).draft(items))
 

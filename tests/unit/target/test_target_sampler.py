@@ -132,7 +132,8 @@ def test_seeded_and_greedy_output_is_plain_decoding_whatever_the_drafts(seed: in
 
 def test_drafts_that_are_right_are_accepted():
     reference, again = (
-        [Setting(random.Random(s)) for s in range(40) if Setting(random.Random(s)).seed is not None] for _ in "ab"
+        [Setting(random.Random(s)) for s in range(40) if Setting(random.Random(s)).seed is not None]
+        for _ in "ab"
     )
     plain(reference, 20)
     _, accepted = speculative(again, [s.output for s in reference], 20, random.Random(1))
@@ -145,7 +146,14 @@ def test_an_unseeded_draw_is_distributed_as_the_target_says(draft: int):
     count = 4000
     torch.manual_seed(11)
     one = Setting(random.Random(0))
-    one.temperature, one.generator, one.top_k, one.top_p, one.penalty, one.bad_words = 1.0, None, VOCAB, 1.0, 0.0, []
+    one.temperature, one.generator, one.top_k, one.top_p, one.penalty, one.bad_words = (
+        1.0,
+        None,
+        VOCAB,
+        1.0,
+        0.0,
+        [],
+    )
     logits = torch.full((VOCAB,), -torch.inf)
     logits[:2] = torch.tensor([0.7, 0.3]).log()
     drafts = [[draft]] * count
