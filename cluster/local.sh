@@ -51,12 +51,14 @@ logged() {
     printf '▸ %s (log: %s)\n' "$what" "$log"
     "$@" >"$log" 2>&1 </dev/null 9>&- & # 9 is the lock: what stays running must not hold it
     pid=$!
+    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM # background jobs of a script do not get Ctrl-C
     while kill -0 "$pid" 2>/dev/null; do
         if [ -t 1 ]; then printf '\r  %4d s' $((SECONDS - started)); fi
         sleep 1
     done
     if [ -t 1 ]; then printf '\r'; fi
     wait "$pid" || { tail -n 30 "$log" >&2; die "$what failed, see $log"; }
+    trap - INT TERM
     printf '  done in %d s\n' $((SECONDS - started))
 }
 

@@ -137,6 +137,8 @@ class VerifyPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     """Most drafts verified per request and step; None: the whole block."""
     load: Fraction = 0.0
     """The smoothed load that tau follows from."""
+    drift: float = 0.0
+    """Gap between predicted and observed acceptance, last measured."""
     drafters: tuple[DrafterRoute, ...] = ()
 
 

@@ -23,6 +23,7 @@ from dspark_ray.decoding.sampling import probabilities, to_target_vocabulary
 from dspark_ray.drafter.checkpoint import load_drafter
 from dspark_ray.drafter.model import DSparkModel, argmax_choice
 from dspark_ray.drafter.runner import DraftItem, DraftRunner
+from dspark_ray.errors import RequestError
 from dspark_ray.sources import resolve_source
 
 _LENGTH_RULES: dict[str, LengthRule] = {"fixed_len": "fixed_len", "fixed_tau": "survival_threshold"}
@@ -113,6 +114,7 @@ def speculate(
 
     Raises:
         ExactnessError: drafts would be sampled and cut by a confidence head that has seen them.
+        RequestError: the prompt leaves no room in the context.
     """
     if runner is not None:
         check_lossless(
@@ -120,16 +122,19 @@ def speculate(
             confidence_head_type=runner.model.config.confidence_head_type,
             length_rules=[_LENGTH_RULES[how.mode]],
         )
+    budget = min(how.max_new_tokens, how.max_model_len - len(prompt_ids))
+    if budget < 1:
+        raise RequestError(f"the prompt's {len(prompt_ids)} tokens fill the context of {how.max_model_len}")
     chance = {use: SeededChance(how.seed, use) for use in ("target", "draft", "acceptance", "replacement")}
     logits, features = target.extend(prompt_ids)
     base, s = 0, len(prompt_ids)
     anchor = chance["target"].draws(how.distribution(logits[-1]), s)
-    done = commit([anchor], stop_token_ids=how.stop_token_ids, remaining_tokens=how.max_new_tokens)
+    done = commit([anchor], stop_token_ids=how.stop_token_ids, remaining_tokens=budget)
     emitted = 1
     yield done.token_ids
-    while done.finish_reason is None and s + 1 < how.max_model_len:
+    while done.finish_reason is None:
         # Draft: append the features of what was committed last, then run a block behind the anchor.
-        limit = verify_limit(how.max_model_len, s, how.max_new_tokens - emitted)
+        limit = verify_limit(how.max_model_len, s, budget - emitted)
         drafts, confidence_logits, q = _draft(runner, base, features, anchor, limit, how, chance["draft"])
         # Schedule: how many drafts are worth verifying.
         survival = survivals(confidence_logits, how.confidence_temperatures).tolist()
@@ -153,7 +158,7 @@ def speculate(
         done = commit(
             [*drafts[: verdict.accept_len], anchor],
             stop_token_ids=how.stop_token_ids,
-            remaining_tokens=how.max_new_tokens - emitted,
+            remaining_tokens=budget - emitted,
         )
         emitted += len(done.token_ids)
         yield done.token_ids

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 HEADROOM_SHARE = 0.25
+SLOWEST = 1e-6
+"""Draft calls a second below which a speed counts as unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,12 @@ def drafter_weights(drafters: Mapping[str, DrafterState]) -> dict[str, float]:
         return {}
     open_ones = {n: d for n, d in drafters.items() if not d.slots_total or d.requests < d.slots_total}
     pool = open_ones or dict(drafters)
-    known = [d.speed for d in pool.values() if d.speed > 0]
+    known = [d.speed for d in pool.values() if d.speed > SLOWEST]
     typical = sum(known) / len(known) if known else 1.0
-    speeds = {n: (d.speed or typical) * max(0.05, 1.0 - d.miss_share) for n, d in pool.items()}
+    speeds = {
+        n: (d.speed if d.speed > SLOWEST else typical) * max(0.05, 1.0 - d.miss_share)
+        for n, d in pool.items()
+    }
     total_speed = sum(speeds.values())
     held = sum(d.requests for d in pool.values())
     planned = held + max(float(len(pool)), HEADROOM_SHARE * held)

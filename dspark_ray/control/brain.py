@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dspark_ray.config import ControlConfig
 from dspark_ray.control.assignment import DrafterState, drafter_weights
 from dspark_ray.control.load import SmoothedLoad, blended_load, replica_load
-from dspark_ray.control.membership import IDLE, Member, SampleBook
+from dspark_ray.control.membership import IDLE, Member, SampleBook, calibration_drift
 from dspark_ray.control.policy import ReplicaControl, verify_cap
 from dspark_ray.protocol import DrafterRoute, LoadSample, VerifyPolicy
 
@@ -35,6 +35,7 @@ class _Verifier:
     published: VerifyPolicy | None = None
     published_at_s: float = float("-inf")
     drift: float = 0.0
+    drift_from: LoadSample | None = None
     drift_due_s: float = 0.0
 
 
@@ -117,22 +118,26 @@ class ClusterBrain:
                 lifetime_s=self.control.policy_lifetime_s,
                 max_verify_len=verify_cap(rates, drifting, self.control),
                 load=known.control.smoothed.held,
+                drift=known.drift,
             )
             if self._must_publish(known, policy, now_s):
                 known.published, known.published_at_s = policy, now_s
                 decisions.policies[replica] = policy
 
     def _is_drifting(self, known: _Verifier, member: Member, now_s: float) -> bool:
-        """Whether the replica's drafter is out of calibration, looked at once a period.
+        """Whether the replica's drafter is out of calibration.
 
-        Too few positions in a period change nothing.
+        Looked at once a period, over as long as it takes until enough positions were verified in full.
         """
         if now_s >= known.drift_due_s:
             # Replicas seen for the first time together are spread over the period: this is the dearest part.
             spread = (len(self._verifiers) % 16) / 16 if known.drift_due_s == 0.0 else 1.0
             known.drift_due_s = now_s + spread * self.control.goodput_period_s
-            drift = member.drift()
-            known.drift = known.drift if drift is None else drift
+            start = known.drift_from
+            if start is None or member.sample.uptime_s < start.uptime_s:
+                known.drift_from = member.sample
+            elif (drift := calibration_drift(start, member.sample)) is not None:
+                known.drift, known.drift_from = drift, member.sample
         return known.drift > self.control.drift_limit
 
     def _must_publish(self, known: _Verifier, policy: VerifyPolicy, now_s: float) -> bool:

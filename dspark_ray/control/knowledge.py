@@ -22,16 +22,16 @@ def step_cost_key(model: str, device_kind: str, engine: Mapping[str, object]) ->
     return f"{model}:{device_kind}:{digest}"
 
 
-def temperatures_key(drafter_fingerprint: str, exactness: str, temperature: float, block_size: int) -> str:
-    """Name of STS temperatures: they hold for one drafter, mode, temperature bucket, block size (spec 3)."""
-    return f"{drafter_fingerprint}:{exactness}:{temperature_bucket(temperature)}:{block_size}"
+def temperatures_key(drafter_fingerprint: str, exactness: str, bucket: str, block_size: int) -> str:
+    """Name of STS temperatures, which hold for one drafter, mode, temperature bucket and block size (spec 3).
 
-
-def temperature_bucket(temperature: float) -> str:
-    """The calibration bucket of a sampling temperature: greedy, low (≤ 0.5), medium (≤ 0.9) or high."""
-    if temperature < 1e-5:
-        return "greedy"
-    return "low" if temperature <= 0.5 else "medium" if temperature <= 0.9 else "high"
+    Args:
+        drafter_fingerprint: of the checkpoint.
+        exactness: acceptance mode.
+        bucket: `decoding.calibration.temperature_bucket` of the requests.
+        block_size: γ'.
+    """
+    return f"{drafter_fingerprint}:{exactness}:{bucket}:{block_size}"
 
 
 def merge_step_costs(pooled: StepCost, measured: StepCost) -> StepCost:

@@ -90,10 +90,6 @@ class Member:
         """Rates over the book's window."""
         return Rates.between(self.window[0], self.sample) if self.window else IDLE
 
-    def drift(self) -> float | None:
-        """`calibration_drift` over the book's window."""
-        return calibration_drift(self.window[0], self.sample) if self.window else None
-
 
 class SampleBook:
     """The replicas that are alive, and a short window of what each reported.

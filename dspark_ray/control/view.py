@@ -42,7 +42,8 @@ class ReplicaView:
     tokens_per_s: float
     step_time_s: float
     ttft_s: float
-    drift: float | None
+    drift: float
+    """Gap between predicted and observed acceptance, last measured by the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _replica_view(member: Member, policy: VerifyPolicy | None, observed_s: float
         tokens_per_s=rates.tokens_per_s,
         step_time_s=sample.step_time_s,
         ttft_s=sample.ttft_s,
-        drift=member.drift(),
+        drift=policy.drift if policy is not None else 0.0,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 import zmq
+import zmq.utils.z85
 from torch import Tensor
 
 from dspark_ray.errors import ConfigError, ProtocolError

@@ -129,7 +129,7 @@ def _model(model: ModelView) -> list[RenderableType]:
         shares = ", ".join(f"{name[-12:]} {weight:.0%}" for name, weight in model.drafters.items())
         parts.append(Text(f"new requests go to drafters: {shares}"))
     parts += [Text(f"{d.role}: {d.current} → {d.wanted} replicas ({d.reason})") for d in model.sizing]
-    drifting = [r for r in model.replicas if r.drift is not None and r.drift > ControlConfig().drift_limit]
+    drifting = [r for r in model.replicas if r.drift > ControlConfig().drift_limit]
     parts += [
         Text(f"{r.replica[-12:]}: confidence is off by {r.drift:.2f}, calibrate the drafter", style="red")
         for r in drifting

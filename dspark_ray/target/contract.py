@@ -29,6 +29,12 @@ PROMISES = (
     Promise("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "builds the runner"),
     Promise("vllm.v1.worker.cpu_worker", "CPUModelRunner", None, "the name init_device builds"),
     Promise("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "builds the runner"),
+    Promise(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.initialize_from_config",
+        ("self", "kv_cache_config"),
+        "NixlConnector moves the thread to another core",
+    ),
     Promise("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",), "time of the step profile"),
     Promise(_RUNNER, "GPUModelRunner.__init__", ("self", "vllm_config", "device"), "subclassed"),
     Promise(_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), "the drafter is loaded after it"),

@@ -1,5 +1,8 @@
 """The worker of a CPU engine: ``worker_cls="dspark_ray.target.cpu_worker.DSparkCPUWorker"``."""
 
+import os
+from typing import Any
+
 import vllm.v1.worker.cpu_worker as vllm_cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -24,3 +27,11 @@ class DSparkCPUWorker(DSparkWorkerMixin, CPUWorker):
             super().init_device()
         finally:
             vllm_cpu_worker.CPUModelRunner = CPUModelRunner
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Keep this thread on its cores: NixlConnector moves it to the node's last core, where every engine meets."""
+        cores = os.sched_getaffinity(0)
+        try:
+            super().initialize_from_config(kv_cache_config)
+        finally:
+            os.sched_setaffinity(0, cores)

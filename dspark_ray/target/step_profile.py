@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 
 from dspark_ray.decoding.prefix_scheduler import StepCurve
 
-_NEAR_GAIN = 0.10
-_FAR_GAIN = 0.02
+_SCALE_GAIN = 0.10
+_SHAPE_GAIN = 0.02
+_MOST_BENT = 2.0
 _REBUILD_EVERY = 16
 _DRAFT_GAIN = 0.1
 
@@ -43,25 +44,32 @@ class StepProfile:
 
     def __init__(self, sizes: Sequence[int], step_ms: Sequence[float]):
         self.sizes = list(sizes)
-        self.step_ms = list(step_ms)
+        self._start_ms = list(step_ms)
+        self._shape = [1.0] * len(self.sizes)
+        self._scale = 1.0
         self.observed = 0
         self._draft_ms: dict[int, float] = {}
         self._curves: dict[int, StepCurve] = {}
 
+    @property
+    def step_ms(self) -> list[float]:
+        """Milliseconds at each size now, without drafting."""
+        return [self._scale * ms * bend for ms, bend in zip(self._start_ms, self._shape, strict=True)]
+
     def observe_step(self, tokens: int, milliseconds: float) -> None:
         """Take in one step without its draft call.
 
-        Neighbouring sizes follow quickly. All others follow a little, since what makes one step slower (another
-        process on the cores, longer contexts) makes the others slower too.
+        One scale for all sizes follows quickly: what makes one step slower (another process on the cores, longer
+        contexts) makes the others slower too. What remains bends the curve at the neighbouring sizes.
         """
         if not 0 < tokens <= self.sizes[-1] or milliseconds <= 0:
             return
         ratio = min(4.0, max(0.25, milliseconds / self._interpolated(tokens)))
+        self._scale *= 1 + _SCALE_GAIN * (ratio - 1)
         upper = bisect_left(self.sizes, tokens)
-        near = {upper} if self.sizes[upper] == tokens else {upper - 1, upper}
-        for index in range(len(self.sizes)):
-            gain = _NEAR_GAIN if index in near else _FAR_GAIN
-            self.step_ms[index] *= 1 + gain * (ratio - 1)
+        for index in {upper} if self.sizes[upper] == tokens else {upper - 1, upper}:
+            bent = self._shape[index] * (1 + _SHAPE_GAIN * (ratio - 1))
+            self._shape[index] = min(_MOST_BENT, max(1 / _MOST_BENT, bent))
         self.observed += 1
         if self.observed % _REBUILD_EVERY == 0:
             self._curves.clear()
@@ -93,11 +101,10 @@ class StepProfile:
     @property
     def is_jagged(self) -> bool:
         """Whether the curve has a plateau behind a rise, where the greedy scheduler would stop too early."""
+        times = self.step_ms
         slopes = [
             (later - earlier) / (b - a)
-            for a, b, earlier, later in zip(
-                self.sizes, self.sizes[1:], self.step_ms, self.step_ms[1:], strict=False
-            )
+            for a, b, earlier, later in zip(self.sizes, self.sizes[1:], times, times[1:], strict=False)
         ]
         steepest = 0.0
         for slope in slopes:
@@ -107,9 +114,11 @@ class StepProfile:
         return False
 
     def _interpolated(self, tokens: int) -> float:
+        def at(index: int) -> float:
+            return self._scale * self._start_ms[index] * self._shape[index]
+
         index = bisect_left(self.sizes, tokens)
         if self.sizes[index] == tokens:
-            return self.step_ms[index]
+            return at(index)
         below, above = self.sizes[index - 1], self.sizes[index]
-        share = (tokens - below) / (above - below)
-        return self.step_ms[index - 1] + share * (self.step_ms[index] - self.step_ms[index - 1])
+        return at(index - 1) + (tokens - below) / (above - below) * (at(index) - at(index - 1))

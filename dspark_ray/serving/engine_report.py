@@ -1,0 +1,195 @@
+"""What an engine replica reports and how it obeys: one exchange with its worker a few times a second.
+
+In a verifier (a prefill replica passes no drafters and follows no policy)::
+
+    report = EngineReport(identity, engine.counters, engine.client.collective_rpc, has_shim=True, ...)
+    task = asyncio.create_task(report_forever(agent, report.collect, config.telemetry.sample_interval_s))
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.decoding.calibration import CalibrationTable
+from dspark_ray.protocol import (
+    CalibrationBins,
+    DrafterRoute,
+    LoadSample,
+    RoundRecord,
+    StepCost,
+    TargetControl,
+)
+from dspark_ray.serving.telemetry import ReplicaIdentity
+
+BINS = 20
+UNBOUNDED_VERIFY_LEN = 32
+"""The longest block there is."""
+STEP_COST_CHANGE = 0.1
+"""A curve whose points have moved by this share is worth sharing again."""
+
+
+class Counters(Protocol):
+    """What vLLM says of itself: `dspark_ray.serving.engine_stats.EngineCounters`."""
+
+    requests_running: int
+    requests_waiting: int
+    requests_max: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    tokens_generated: int
+    ttft_s: float
+
+
+class EngineReport:
+    """Collects a replica's numbers and hands its engine what the policy says.
+
+    Args:
+        identity: who reports.
+        counters: of the engine, in this process.
+        collective_rpc: the engine client's; called twice a report at most.
+        has_shim: whether the worker is ours (``dspark_stats``, ``dspark_control``); without it there are no
+            speculation numbers and nothing to obey.
+        queued: requests in the replica that its engine has not got yet.
+        calibration: of the drafter, to compare what it predicts with what is accepted.
+        routes: the drafters that run, for when no policy names any; None where there is no pool.
+    """
+
+    def __init__(
+        self,
+        identity: ReplicaIdentity,
+        counters: Counters,
+        collective_rpc: Callable[..., Awaitable[list[Any]]],
+        *,
+        has_shim: bool,
+        queued: Callable[[], int] = lambda: 0,
+        calibration: CalibrationTable | None = None,
+        routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
+    ) -> None:
+        """Nothing is asked before the first `collect`."""
+        self._identity = identity
+        self._counters = counters
+        self._rpc = collective_rpc
+        self._has_shim = has_shim
+        self._queued = queued
+        self._routes = routes
+        self._obeyed: TargetControl | None = None
+        self._bins = CalibrationTally(calibration)
+        self._step_ms: tuple[float, ...] = ()
+        self._last_steps = (0, 0.0)
+        self._step_s = 0.0
+
+    async def collect(self, policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
+        """Obey the policy and report. Raises whatever the engine raises when it is broken."""
+        worker: Mapping[str, Any] = {}
+        if self._has_shim:
+            if self._identity.role == "verifier":
+                await self._obey(policy)
+            answers = await self._rpc("dspark_stats")
+            payload = next((answer for answer in answers if answer is not None), None)
+            worker = msgspec.msgpack.decode(payload) if payload else {}
+        shim: Mapping[str, Any] = worker.get("shim", {})
+        client: Mapping[str, Any] = worker.get("client", {})
+        rounds = msgspec.convert(shim.get("full_rounds", []), list[RoundRecord])
+        self._bins.count(rounds)
+        counters = self._counters
+        sample = self._identity.sample(
+            requests_running=counters.requests_running,
+            requests_waiting=counters.requests_waiting,
+            requests_queued=self._queued(),
+            requests_max=counters.requests_max,
+            kv_blocks_used=counters.kv_blocks_used,
+            kv_blocks_total=counters.kv_blocks_total,
+            ttft_s=counters.ttft_s,
+            step_time_s=self._mean_step_s(shim),
+            rounds=shim.get("rounds", 0),
+            tokens_drafted=shim.get("tokens_drafted", 0),
+            tokens_verified=shim.get("tokens_verified", 0),
+            tokens_accepted=shim.get("tokens_accepted", 0),
+            tokens_committed=counters.tokens_generated,
+            draft_calls=client.get("calls", 0),
+            deadline_misses=client.get("deadline_misses", 0),
+            calibration=self._bins.bins(),
+            step_cost=self._changed_step_cost(worker.get("step")),
+        )
+        return sample, rounds
+
+    async def _obey(self, policy: ActivePolicy) -> None:
+        """Tell the worker what has changed. An unbounded length must be said too: None would change nothing."""
+        drafters: tuple[DrafterRoute, ...] | None = policy.drafters
+        if not drafters and self._routes is not None:
+            drafters = await self._routes()
+        longest = UNBOUNDED_VERIFY_LEN if policy.max_verify_len is None else policy.max_verify_len
+        # Without any drafter in sight the worker keeps those it knows: its calls find out by themselves.
+        control = TargetControl(tau=policy.tau, max_verify_len=longest, drafters=drafters or None)
+        if control != self._obeyed:
+            await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
+            self._obeyed = control
+
+    def _mean_step_s(self, shim: Mapping[str, Any]) -> float:
+        """Mean seconds of the steps since the last report; the last known mean while none ran."""
+        steps = shim.get("steps", 0)
+        spent_ms = sum(shim.get(part, 0.0) for part in ("verify_ms", "draft_wait_ms", "schedule_ms"))
+        last_steps, last_ms = self._last_steps
+        if steps > last_steps:
+            self._step_s = max(0.0, spent_ms - last_ms) / (steps - last_steps) / 1e3
+            self._last_steps = steps, spent_ms
+        return self._step_s
+
+    def _changed_step_cost(self, step: Mapping[str, Any] | None) -> StepCost | None:
+        """The worker's step curve, if it has moved since it was last reported."""
+        if step is None or not step["tokens"]:
+            return None
+        milliseconds = tuple(step["milliseconds"])
+        known = self._step_ms
+        moved = len(known) != len(milliseconds) or any(
+            abs(new - old) > STEP_COST_CHANGE * old for new, old in zip(milliseconds, known, strict=True)
+        )
+        if not moved:
+            return None
+        self._step_ms = milliseconds
+        weight = float(1 + step["observed"])
+        return StepCost(tuple(step["tokens"]), tuple(ms / 1e3 for ms in milliseconds), weight)
+
+
+class CalibrationTally:
+    """Predicted against observed acceptance over the fully verified rounds, in equal bins of survival.
+
+    Only full rounds count: in the others the length was chosen by the very prediction.
+    """
+
+    def __init__(self, calibration: CalibrationTable | None) -> None:
+        """Counts with the temperatures that the verifier schedules with."""
+        self._calibration = calibration
+        self._counts = [0] * BINS
+        self._predicted = [0.0] * BINS
+        self._accepted = [0] * BINS
+
+    def count(self, rounds: Sequence[RoundRecord]) -> None:
+        """Take in some rounds."""
+        for record in rounds:
+            temperatures = self._temperatures(record)
+            survival = 1.0
+            for k, (logit, temperature) in enumerate(
+                zip(record.confidence_logits, temperatures, strict=True), start=1
+            ):
+                survival *= 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit / temperature))))
+                bin_ = min(BINS - 1, int(survival * BINS))
+                self._counts[bin_] += 1
+                self._predicted[bin_] += survival
+                self._accepted[bin_] += k <= record.accept_len
+
+    def bins(self) -> CalibrationBins | None:
+        """The counters so far; None before the first round."""
+        if not any(self._counts):
+            return None
+        return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
+
+    def _temperatures(self, record: RoundRecord) -> Sequence[float]:
+        count = len(record.confidence_logits)
+        if self._calibration is None:
+            return (1.0,) * count
+        fitted = self._calibration.temperatures_for(record.exactness, record.temperature, count)
+        return (1.0,) * count if fitted is None else fitted

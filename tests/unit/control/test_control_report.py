@@ -1,0 +1,149 @@
+"""From an engine's counters and its worker's statistics to a sample, and from a policy to the worker."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.control.membership import calibration_drift
+from dspark_ray.decoding.calibration import Calibration, CalibrationTable
+from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, TargetControl
+from dspark_ray.serving.engine_report import UNBOUNDED_VERIFY_LEN, CalibrationTally, EngineReport
+from dspark_ray.serving.telemetry import ReplicaIdentity
+
+ROUTE = DrafterRoute("d0", "tcp://d0", 1.0)
+POLICY = ActivePolicy(tau=0.3, max_verify_len=None, drafters=(ROUTE,), load=0.2, epoch=1, local=False)
+
+
+class Engine:
+    """What the engine client and its workers do with a collective call: rank 1 has nothing to say."""
+
+    def __init__(self) -> None:
+        self.controls: list[TargetControl] = []
+        self.shim: dict[str, Any] = {"steps": 0, "verify_ms": 0.0, "full_rounds": []}
+        self.step = {"tokens": [1, 2], "milliseconds": [10.0, 12.0], "observed": 5}
+
+    async def rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "dspark_control":
+            self.controls.append(msgspec.msgpack.decode(args[0], type=TargetControl))
+            return [None, None]
+        assert method == "dspark_stats"
+        client = {"calls": 7, "deadline_misses": 1}
+        return [None, msgspec.msgpack.encode({"shim": self.shim, "client": client, "step": self.step})]
+
+
+def report(engine: Engine, role: Any = "verifier", **options: Any) -> EngineReport:
+    counters = SimpleNamespace(
+        requests_running=2, requests_waiting=3, requests_max=4, kv_blocks_used=5, kv_blocks_total=10,
+        tokens_generated=99, ttft_s=0.5,
+    )  # fmt: skip
+    identity = ReplicaIdentity(role, "m", "v0", "n0", "Verifier:m")
+    return EngineReport(identity, counters, engine.rpc, has_shim=True, **options)
+
+
+async def test_a_sample_carries_the_engines_and_the_workers_numbers() -> None:
+    engine = Engine()
+    engine.shim |= {"rounds": 4, "tokens_drafted": 20, "tokens_verified": 16, "tokens_accepted": 9}
+    sample, rounds = await report(engine, queued=lambda: 6).collect(POLICY)
+    assert isinstance(sample, LoadSample)
+    assert (sample.requests_running, sample.requests_waiting, sample.requests_queued) == (2, 3, 6)
+    assert (sample.tokens_wasted, sample.tokens_committed, sample.deadline_misses) == (7, 99, 1)
+    assert sample.deployment == "Verifier:m"
+    assert rounds == []
+
+
+async def test_step_time_is_the_mean_of_the_steps_since_the_last_report() -> None:
+    engine = Engine()
+    reporter = report(engine)
+    await reporter.collect(POLICY)
+    engine.shim |= {"steps": 10, "verify_ms": 300.0, "draft_wait_ms": 100.0}
+    assert (await reporter.collect(POLICY))[0].step_time_s == pytest.approx(0.04)
+    assert (await reporter.collect(POLICY))[0].step_time_s == pytest.approx(0.04), (
+        "no step since: the last one"
+    )
+    engine.shim |= {"steps": 20, "verify_ms": 400.0}
+    assert (await reporter.collect(POLICY))[0].step_time_s == pytest.approx(0.01)
+
+
+async def test_the_step_curve_is_sent_when_it_has_moved() -> None:
+    engine = Engine()
+    reporter = report(engine)
+    first = (await reporter.collect(POLICY))[0].step_cost
+    assert first is not None
+    assert first.seconds == (0.010, 0.012)
+    engine.step["milliseconds"] = [10.4, 12.4]
+    assert (await reporter.collect(POLICY))[0].step_cost is None
+    engine.step["milliseconds"] = [10.4, 15.0]
+    assert (await reporter.collect(POLICY))[0].step_cost is not None
+
+
+async def test_the_worker_is_told_what_changed_once_and_a_lifted_cap_too() -> None:
+    engine = Engine()
+    reporter = report(engine)
+    capped = ActivePolicy(tau=0.5, max_verify_len=2, drafters=(ROUTE,), load=0.2, epoch=1, local=True)
+    for policy in (POLICY, POLICY, capped, POLICY):
+        await reporter.collect(policy)
+    assert [c.max_verify_len for c in engine.controls] == [UNBOUNDED_VERIFY_LEN, 2, UNBOUNDED_VERIFY_LEN]
+    assert [c.tau for c in engine.controls] == [0.3, 0.5, 0.3]
+
+
+async def test_without_a_policys_drafters_those_that_run_are_used() -> None:
+    async def running() -> tuple[DrafterRoute, ...]:
+        return (DrafterRoute("d1", "tcp://d1", 1.0),)
+
+    async def none() -> tuple[DrafterRoute, ...]:
+        return ()
+
+    engine = Engine()
+    bare = ActivePolicy(tau=0.3, max_verify_len=None, drafters=(), load=0.0, epoch=0, local=True)
+    await report(engine, routes=running).collect(bare)
+    await report(engine, routes=none).collect(bare)
+    assert [c.drafters for c in engine.controls] == [(DrafterRoute("d1", "tcp://d1", 1.0),), None]
+
+
+async def test_a_prefill_replica_obeys_nothing_and_a_stock_worker_is_not_asked() -> None:
+    engine = Engine()
+    await report(engine, role="prefill").collect(POLICY)
+    assert engine.controls == []
+    stock = report(engine)
+    stock._has_shim = False
+    stock._rpc = None  # type: ignore[assignment]
+    sample, _ = await stock.collect(POLICY)
+    assert sample.requests_running == 2
+
+
+async def test_full_rounds_reach_the_log_and_the_bins() -> None:
+    engine = Engine()
+    record = RoundRecord((2.0, 0.0), 2, 1, 0.0)
+    engine.shim["full_rounds"] = [record]
+    sample, rounds = await report(engine).collect(POLICY)
+    assert rounds == [record]
+    assert sample.calibration is not None
+    assert sum(sample.calibration.counts) == 2
+    first = 1 / (1 + math.exp(-2.0))
+    assert sum(sample.calibration.predicted) == pytest.approx(first + first / 2)
+    assert sum(sample.calibration.accepted) == 1
+
+
+def test_drift_is_measured_with_the_temperatures_in_use() -> None:
+    """A drafter that is far too sure, and whose calibration knows it, does not drift."""
+    rounds = [RoundRecord((4.0,), 1, int(i % 4 == 0), 0.0) for i in range(400)]
+
+    def drift(table: CalibrationTable | None) -> float:
+        tally = CalibrationTally(table)
+        tally.count(rounds[:1])
+        before = LoadSample(role="verifier", model="m", replica="v", sequence=0, calibration=tally.bins())
+        tally.count(rounds)
+        after = LoadSample(role="verifier", model="m", replica="v", sequence=1, calibration=tally.bins())
+        measured = calibration_drift(before, after)
+        assert measured is not None
+        return measured
+
+    assert drift(None) > 0.6
+    fitted = Calibration.model_construct(
+        exactness="coupled", temperature_bucket="greedy", block_size=1, temperatures=[-4.0 / math.log(3.0)]
+    )
+    assert drift(CalibrationTable.model_construct(entries=[fitted])) < 0.02

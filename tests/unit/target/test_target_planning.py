@@ -1,0 +1,202 @@
+"""Step profile, verify lengths, options and start-up checks."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dspark_ray.config import SchedulingConfig
+from dspark_ray.errors import CheckpointError, ConfigError
+from dspark_ray.protocol import TargetControl
+from dspark_ray.target.assemble import plan
+from dspark_ray.target.deadline import LEAST_S, MOST_S, Deadline
+from dspark_ray.target.options import TargetOptions, engine_arguments, options_of
+from dspark_ray.target.step_profile import StepProfile, measure_steps, profile_sizes
+from dspark_ray.target.verify import DraftedRow, VerifyPlanner
+
+
+def planner(mode: str, profile: StepProfile | None = None, **config) -> VerifyPlanner:
+    scheduling = SchedulingConfig(mode=mode, **({"full_round_share": 0.0} | config))
+    return VerifyPlanner(
+        scheduling, tau=0.3, profile=profile or StepProfile([1, 8, 64], [1.0, 1.1, 4.0]), exactness="coupled",
+        block_size=5, calibration=None, rng=random.Random(0),
+    )  # fmt: skip
+
+
+LOGIT = {0.9: 2.1972245773, 0.8: 1.3862943611, 0.5: 0.0}
+ROW = DraftedRow([LOGIT[0.9], LOGIT[0.8], LOGIT[0.5], LOGIT[0.5], LOGIT[0.5]], 0.0, 9)  # .9 .72 .36 .18 .09
+
+
+def test_modes_switch_at_run_time():
+    plan_ = planner("fixed_len", fixed_tau=0.5)
+    assert plan_.lengths([ROW], 0)[0] == [5]
+    plan_.control(TargetControl(mode="tau"))
+    assert plan_.lengths([ROW], 0)[0] == [3]
+    plan_.control(TargetControl(tau=0.75))
+    assert plan_.lengths([ROW], 0)[0] == [1]
+    plan_.control(TargetControl(mode="fixed_tau"))
+    assert plan_.lengths([ROW], 0)[0] == [2]
+    plan_.control(TargetControl(mode="fixed_len", fixed_len=4, max_verify_len=2))
+    assert plan_.lengths([ROW], 0)[0] == [2]
+    assert plan_.draft_len(9) == 2
+
+
+def test_room_and_full_rounds():
+    short = DraftedRow(ROW.confidence_logits, 0.0, 1)
+    assert planner("fixed_len").lengths([ROW, short], 0)[0] == [5, 1]
+    lengths, full = planner("tau", full_round_share=1.0).lengths([ROW, short], 0)
+    assert (lengths, full) == ([5, 1], [True, True])
+
+
+def test_a_steep_curve_verifies_less_and_a_free_one_more():
+    steep = planner("throughput", StepProfile([1, 2, 64], [1.0, 2.0, 64.0]))
+    free = planner("throughput", StepProfile([1, 32, 64], [1.0, 1.1, 2.0]))
+    assert steep.lengths([ROW], 0)[0] == [0]
+    assert free.lengths([ROW], 0)[0] == [5]
+    both = planner("tau+throughput", StepProfile([1, 32, 64], [1.0, 1.1, 2.0]))
+    assert both.lengths([ROW], 0)[0] == [3]  # tau is the floor on survival
+
+
+def test_a_plateau_behind_a_rise_is_not_stopped_at():
+    """The asynchronous form: Algorithm 1 stops at the rise, the global optimum lies on the plateau."""
+    jagged = StepProfile([1, 2, 3, 8, 64], [1.0, 1.0, 1.9, 1.95, 12.0])
+    assert jagged.is_jagged
+    assert not StepProfile([1, 2, 4, 8], [1.0, 1.1, 1.3, 1.7]).is_jagged
+    sure = DraftedRow([6.0] * 5, 0.0, 9)
+    assert planner("throughput", jagged).lengths([sure], 0)[0] == [5]
+
+
+def test_online_steps_move_the_curve_towards_what_is_measured():
+    """Breaks when only the exact size is updated, or a burst of one size bends the others out of shape."""
+    profile = StepProfile(profile_sizes(64), [1.0 + 0.05 * n for n in profile_sizes(64)])
+    for _ in range(200):
+        for tokens in (1, 6, 13, 40):
+            profile.observe_step(tokens, 3 * (1.0 + 0.05 * tokens))
+    for tokens in (1, 6, 13, 20, 40, 60):
+        assert profile.milliseconds(tokens) == pytest.approx(3 * (1.0 + 0.05 * tokens), rel=0.1)
+    profile.observe_step(1000, 50.0)  # a long prefill is no verify pass
+    assert profile.milliseconds(40) == pytest.approx(9.0, rel=0.1)
+
+
+def test_draft_time_is_part_of_the_step():
+    profile = StepProfile([1, 64], [10.0, 20.0])
+    assert profile.curve(3).milliseconds(1) == 10.0
+    fresh = StepProfile([1, 64], [10.0, 20.0])
+    fresh.observe_draft(4, 5.0)
+    assert fresh.curve(3).milliseconds(1) == 15.0
+
+
+def test_measuring_takes_the_median_and_drops_the_first_round():
+    durations = iter([9.0, 9.0, 0.001, 0.002, 0.003, 0.002, 0.001, 0.050])
+    now = [0.0]
+
+    def run(size: int) -> None:
+        now[0] += next(durations)
+
+    assert measure_steps(run, [1, 2], lambda: now[0]) == pytest.approx([1.0, 2.0])
+    assert profile_sizes(96)[:8] == list(range(1, 9))
+    assert profile_sizes(3) == [1, 2, 3]
+
+
+def test_the_deadline_follows_the_drafter_up_and_down():
+    deadline = Deadline(None)
+    for _ in range(50):
+        deadline.observe(0.002)
+    assert deadline.seconds < 3 * LEAST_S
+    for _ in range(50):
+        deadline.observe(0.1)
+    assert 0.1 < deadline.seconds < 0.25
+    for _ in range(50):
+        deadline.observe(9.0)
+    assert deadline.seconds == MOST_S
+    assert Deadline(7.0).seconds == 0.007
+
+
+def config_of(target: Path, options: dict, **changes) -> SimpleNamespace:
+    fields = {
+        "additional_config": {"dspark": options},
+        "model_config": SimpleNamespace(model=str(target)),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "speculative_config": SimpleNamespace(num_speculative_tokens=3),
+        "reasoning_config": None,
+    } | changes
+    return SimpleNamespace(**fields)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A target's and a drafter's configuration that fit each other."""
+    from tiny_drafter import tiny_model
+
+    from dspark_ray.drafter.checkpoint import save_drafter
+
+    model = tiny_model()
+    save_drafter(model, tmp_path / "draft")
+    target = tmp_path / "target"
+    target.mkdir()
+    config = model.config
+    raw = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_hidden_layers": 6}
+    (target / "config.json").write_text(json.dumps(raw))
+    return target, tmp_path / "draft"
+
+
+def planned(pair, changes: dict | None = None, **config):
+    target, draft = pair
+    options = {"placement": "remote", "checkpoint": str(draft)} | (changes or {})
+    vllm_config = config_of(target, options, **config)
+    return plan(options_of(vllm_config), vllm_config)
+
+
+def test_a_pair_that_fits_is_accepted(pair):
+    blueprint = planned(pair, {"window_tokens": 32})
+    assert blueprint.aux_layers == (2, 4)
+    assert (blueprint.window, blueprint.block_size) == (32, 3)
+    assert plan(TargetOptions(), config_of(pair[0], {})) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "error", "names"),
+    [
+        (
+            {},
+            {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)},
+            ConfigError,
+            "pipeline_parallel_size",
+        ),
+        ({}, {"speculative_config": None}, ConfigError, "speculative_config"),
+        ({"placement": "prefill"}, {}, ConfigError, "speculative_config"),
+        (
+            {},
+            {"speculative_config": SimpleNamespace(num_speculative_tokens=9)},
+            CheckpointError,
+            "block_size",
+        ),
+        ({}, {"reasoning_config": object()}, ConfigError, "reasoning_config"),
+        ({"checkpoint": "/nowhere"}, {}, ConfigError, "checkpoint"),
+        ({}, {"model_config": SimpleNamespace(model="org/name")}, ConfigError, "local folder"),
+        ({"windw_tokens": 3}, {}, ConfigError, "windw_tokens"),
+        ({"checkpoint": None}, {}, ConfigError, "checkpoint is needed"),
+    ],
+)
+def test_start_up_refuses_by_name_what_cannot_work(pair, options, config, error, names):
+    with pytest.raises(error, match=names):
+        planned(pair, options, **config)
+
+
+def test_a_drafter_of_another_target_is_refused(pair):
+    raw = {"hidden_size": 16, "vocab_size": 65, "num_hidden_layers": 6}
+    (pair[0] / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        planned(pair)
+
+
+def test_engine_arguments_round_trip(pair):
+    options = TargetOptions(placement="remote", checkpoint=pair[1], tau=0.4)
+    arguments = engine_arguments(options, 3)
+    assert options_of(SimpleNamespace(additional_config=arguments["additional_config"])) == options
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 3
+    prefill = engine_arguments(options.model_copy(update={"placement": "prefill"}), 3, gpu=True)
+    assert "speculative_config" not in prefill
+    assert prefill["worker_cls"].endswith("DSparkGPUWorker")
