@@ -5,6 +5,7 @@ first policy has come, and where there is no Redis.
 """
 
 import asyncio
+import time
 
 import ray
 
@@ -12,6 +13,7 @@ from dspark_ray.protocol import DrafterRoute
 
 NAMESPACE = "dspark"
 ENDPOINT_TIMEOUT_S = 5.0
+LOOK_PERIOD_S = 1.0
 
 
 def engine_name(app: str, model: str, replica: str) -> str:
@@ -30,12 +32,16 @@ class DrafterDirectory:
     def __init__(self, app: str, model: str):
         self._prefix = engine_name(app, model, "")
         self._known: dict[str, DrafterRoute] = {}
+        self._looked_s = float("-inf")
 
     async def routes(self) -> tuple[DrafterRoute, ...]:
-        """All drafters that run now, equally weighted, in the order of their names.
+        """All drafters that run, equally weighted, in the order of their names; at most a second old.
 
-        An actor that does not answer is left out, and asked again at the next call.
+        An actor that does not answer is left out, and asked again the next time.
         """
+        if time.monotonic() - self._looked_s < LOOK_PERIOD_S:
+            return self._routes()
+        self._looked_s = time.monotonic()
         entries = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         names = {
             e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(self._prefix)
@@ -48,4 +54,7 @@ class DrafterDirectory:
             except (TimeoutError, ValueError, ray.exceptions.RayError):
                 continue
             self._known[name] = DrafterRoute(name.removeprefix(self._prefix), endpoint, 1.0)
+        return self._routes()
+
+    def _routes(self) -> tuple[DrafterRoute, ...]:
         return tuple(self._known[name] for name in sorted(self._known))

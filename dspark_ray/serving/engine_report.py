@@ -75,6 +75,8 @@ class EngineReport:
         self._has_shim = has_shim
         self._queued = queued
         self._routes = routes
+        self.worker: Mapping[str, Any] = {}
+        """The shim's counters as of the last `collect`."""
         self._obeyed: TargetControl | None = None
         self._bins = CalibrationTally(calibration)
         self._step_ms: tuple[float, ...] = ()
@@ -83,13 +85,13 @@ class EngineReport:
 
     async def collect(self, policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
         """Obey the policy and report. Raises whatever the engine raises when it is broken."""
-        worker: Mapping[str, Any] = {}
         if self._has_shim:
             if self._identity.role == "verifier":
                 await self._obey(policy)
             answers = await self._rpc("dspark_stats")
             payload = next((answer for answer in answers if answer is not None), None)
-            worker = msgspec.msgpack.decode(payload) if payload else {}
+            self.worker = msgspec.msgpack.decode(payload) if payload else {}
+        worker = self.worker
         shim: Mapping[str, Any] = worker.get("shim", {})
         client: Mapping[str, Any] = worker.get("client", {})
         rounds = msgspec.convert(shim.get("full_rounds", []), list[RoundRecord])
@@ -118,7 +120,8 @@ class EngineReport:
 
     async def _obey(self, policy: ActivePolicy) -> None:
         """Tell the worker what has changed. An unbounded length must be said too: None would change nothing."""
-        drafters: tuple[DrafterRoute, ...] | None = policy.drafters
+        # An expired policy may name drafters that are gone.
+        drafters = () if policy.local else policy.drafters
         if not drafters and self._routes is not None:
             drafters = await self._routes()
         longest = UNBOUNDED_VERIFY_LEN if policy.max_verify_len is None else policy.max_verify_len

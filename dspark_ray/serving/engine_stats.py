@@ -41,18 +41,6 @@ class EngineCounters:
         """The numbers as plain data, with the process they are of."""
         return {**asdict(self), "kv_blocks_used": self.kv_blocks_used, "pid": os.getpid()}
 
-    def load(self) -> dict[str, Any]:
-        """What a `LoadSample` says of an engine."""
-        return {
-            "requests_running": self.requests_running,
-            "requests_waiting": self.requests_waiting,
-            "requests_max": self.requests_max,
-            "kv_blocks_used": self.kv_blocks_used,
-            "kv_blocks_total": self.kv_blocks_total,
-            "ttft_s": self.ttft_s,
-            "tokens_committed": self.tokens_generated,
-        }
-
 
 class EngineStats(StatLoggerBase):
     """vLLM stat logger that keeps the numbers in this process, where the replica can read them at once."""

@@ -1,7 +1,7 @@
 """A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
@@ -13,9 +13,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dspark_ray.config import AppConfig, ModelConfig
-from dspark_ray.control.agent import ActivePolicy
-from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.engine import DSparkEngine
+from dspark_ray.serving.engine_report import EngineReport
 from dspark_ray.serving.remote_prefill import (
     PrefillAccepted,
     PrefillDone,
@@ -25,7 +24,6 @@ from dspark_ray.serving.remote_prefill import (
 )
 from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
-from dspark_ray.serving.verifier_control import read_workers
 from dspark_ray.target.handoff import HANDOFF_KEY
 
 
@@ -41,13 +39,15 @@ class PrefillServer(PDPrefillServer):
         if drafts_in_shim(model):
             endpoints = await self.engine.client.collective_rpc("dspark_handoff_endpoint")
         self._feature_endpoint = next((endpoint for endpoint in endpoints if endpoint), None)
-        self._identity = ReplicaIdentity.of_this_replica("prefill", model.id, device_kind(model.prefill))
+        self._report = EngineReport(
+            ReplicaIdentity.of_this_replica("prefill", model.id, device_kind(model.prefill)),
+            self.engine.counters,
+            self.engine.client.collective_rpc,
+            has_shim=drafts_in_shim(model),
+        )
         agent = start_agent(config.control, config.telemetry)
         interval_s = config.telemetry.sample_interval_s
-        self._reporting = asyncio.create_task(report_forever(agent, self._collect, interval_s))
-
-    async def _collect(self, _policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
-        return self._identity.sample(**self.engine.counters.load()), ()
+        self._reporting = asyncio.create_task(report_forever(agent, self._report.collect, interval_s))
 
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         """Compute the KV of one prompt.
@@ -83,7 +83,7 @@ class PrefillServer(PDPrefillServer):
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
-        return {**self.engine.counters.snapshot(), "workers": await read_workers(self.engine)}
+        return {**self.engine.counters.snapshot(), "workers": self._report.worker}
 
 
 class DataParallelPrefillServer(PrefillServer, DPServer):

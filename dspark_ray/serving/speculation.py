@@ -6,6 +6,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.drafter.checkpoint import load_draft_config
 from dspark_ray.errors import ConfigError
 from dspark_ray.sources import resolve_source
 from dspark_ray.target.options import TargetOptions, engine_arguments
@@ -34,18 +35,14 @@ def speculation_arguments(
     drafter = model.drafter
     if drafter.placement == "none":
         return engine_arguments(TargetOptions(), 0) if on_cpu else {}
-    checkpoint = resolve_source(drafter.source or "", f"model {model.id}: drafter.source")
     if drafter.placement == "native":
         # The same on both sides, or their KV layouts would differ.
-        return {"speculative_config": _native_speculation(model, checkpoint)}
-    if not Path(checkpoint).is_absolute():
-        raise ConfigError(
-            f"model {model.id}: drafter.source: {checkpoint} must be a folder on every node: download it first"
-        )
+        return {"speculative_config": _native_speculation(model)}
+    checkpoint = checkpoint_folder(model)
     placement = "prefill" if prefill else drafter.placement
     options = TargetOptions(
         placement=placement,
-        checkpoint=Path(checkpoint),
+        checkpoint=checkpoint,
         exactness=model.exactness,
         scheduling=model.scheduling,
         tau=config.control.fixed_tau if config.control.policy == "fixed_tau" else config.control.tau_min,
@@ -57,17 +54,28 @@ def speculation_arguments(
     return engine_arguments(options, block_size(model, checkpoint), gpu=not on_cpu)
 
 
-def block_size(model: ModelConfig, checkpoint: str) -> int:
+def checkpoint_folder(model: ModelConfig) -> Path:
+    """The folder of the model's draft checkpoint.
+
+    Raises:
+        ConfigError: it is not on this node.
+    """
+    source = resolve_source(model.drafter.source or "", f"model {model.id}: drafter.source")
+    if not Path(source).is_absolute():
+        raise ConfigError(
+            f"model {model.id}: drafter.source: {source} must be a folder on every node: download it first"
+        )
+    return Path(source)
+
+
+def block_size(model: ModelConfig, checkpoint: Path) -> int:
     """γ, drafts a round: the configured number, else the checkpoint's."""
-    if model.drafter.block_size is not None:
-        return model.drafter.block_size
-    from dspark_ray.drafter.checkpoint import load_draft_config
-
-    return load_draft_config(Path(checkpoint)).num_draft_tokens
+    return model.drafter.block_size or load_draft_config(checkpoint).num_draft_tokens
 
 
-def _native_speculation(model: ModelConfig, checkpoint: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"method": "dspark", "model": checkpoint}
+def _native_speculation(model: ModelConfig) -> dict[str, Any]:
+    source = resolve_source(model.drafter.source or "", f"model {model.id}: drafter.source")
+    config: dict[str, Any] = {"method": "dspark", "model": source}
     if model.drafter.block_size is not None:
         config["num_speculative_tokens"] = model.drafter.block_size
     return config

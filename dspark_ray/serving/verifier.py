@@ -13,13 +13,14 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 from ray.serve.handle import DeploymentHandle
 
 from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.engine import DSparkEngine
+from dspark_ray.serving.engine_report import EngineReport
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
-from dspark_ray.serving.speculation import drafts_in_shim
+from dspark_ray.serving.speculation import checkpoint_folder, drafts_in_shim
 from dspark_ray.serving.streams import coalesce
 from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
-from dspark_ray.serving.verifier_control import VerifierControl
 
 STREAM_INTERVAL_S = 0.02
 
@@ -55,7 +56,7 @@ class VerifierServer(PDDecodeServer):
         else:
             await super().__init__(llm_config, prefill_server=prefill_server)
             self._use_prefill(model)
-        self._report(model, config)
+        self._start_reporting(model, config)
 
     def _use_prefill(self, model: ModelConfig) -> None:
         client = self.engine.client
@@ -67,21 +68,24 @@ class VerifierServer(PDDecodeServer):
         )
         client.remote_prefill = self._remote_prefill
 
-    def _report(self, model: ModelConfig, config: AppConfig) -> None:
+    def _start_reporting(self, model: ModelConfig, config: AppConfig) -> None:
         """Report load, follow policies and, with a remote drafter, the pool."""
         speculative = self.engine.client.vllm_config.speculative_config
         drafting = speculative is not None and drafts_in_shim(model)
         app = serve.get_replica_context().app_name
-        self._control = VerifierControl(
-            self.engine,
+        remote = drafting and model.drafter.placement == "remote"
+        self._report = EngineReport(
             ReplicaIdentity.of_this_replica("verifier", model.id, device_kind(model.verifier)),
-            block_size=speculative.num_speculative_tokens if drafting else 0,
-            directory=DrafterDirectory(app, model.id) if model.drafter.placement == "remote" else None,
-            requests_queued=lambda: self._remote_prefill.waiting if self._remote_prefill else 0,
+            self.engine.counters,
+            self.engine.client.collective_rpc,
+            has_shim=drafting,
+            queued=lambda: self._remote_prefill.waiting if self._remote_prefill else 0,
+            calibration=CalibrationTable.load(checkpoint_folder(model)) if drafting else None,
+            routes=DrafterDirectory(app, model.id).routes if remote else None,
         )
         agent = start_agent(config.control, config.telemetry)
         interval_s = config.telemetry.sample_interval_s
-        self._reporting = asyncio.create_task(report_forever(agent, self._control.collect, interval_s))
+        self._reporting = asyncio.create_task(report_forever(agent, self._report.collect, interval_s))
 
     async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         response = self._prefill_handle.prefill.remote(request)
@@ -116,7 +120,7 @@ class VerifierServer(PDDecodeServer):
             **self.engine.counters.snapshot(),
             "requests_queued": remote.waiting if remote else 0,
             "remote_prefills": dict(remote.outcomes) if remote else {},
-            "workers": self._control.workers,
+            "workers": self._report.worker,
         }
 
 
