@@ -6,7 +6,8 @@ import msgspec
 
 # --- Control plane: what replicas report and what they are told -------------------------------------------
 # Different versions of this package read them from Redis during a rolling change: fields are only ever added,
-# with defaults, and unknown ones are ignored.
+# with defaults, and unknown ones are ignored. No garbage collection: they hold no cycles, and the scheduler
+# reads thousands a second.
 
 Role = Literal["ingress", "prefill", "drafter", "verifier"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -14,7 +15,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class StepCost(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepCost(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A measured step-cost curve: ``seconds[i]`` is a whole engine step of ``tokens[i]`` verified tokens."""
 
     tokens: tuple[int, ...]
@@ -25,7 +26,7 @@ class StepCost(msgspec.Struct, frozen=True, omit_defaults=True):
     """Steps measured behind the curve."""
 
 
-class CalibrationBins(msgspec.Struct, frozen=True):
+class CalibrationBins(msgspec.Struct, frozen=True, gc=False):
     """Counters over equal bins of predicted survival: how often the drafter's confidence was right."""
 
     counts: tuple[int, ...]
@@ -36,7 +37,7 @@ class CalibrationBins(msgspec.Struct, frozen=True):
     """How many of them were accepted together with all before them."""
 
 
-class RoundRecord(msgspec.Struct, frozen=True):
+class RoundRecord(msgspec.Struct, frozen=True, gc=False):
     """One round that was verified in full, on which calibration from serving logs is fitted (spec 3)."""
 
     confidence_logits: tuple[float, ...]
@@ -49,7 +50,7 @@ class RoundRecord(msgspec.Struct, frozen=True):
     exactness: str = "coupled"
 
 
-class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one replica reports a few times a second. Counters rise from the replica's start."""
 
     role: Role
@@ -105,6 +106,7 @@ class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_calls: Count = 0
     deadline_misses: Count = 0
     calibration: CalibrationBins | None = None
+    """Sent now and then, since it is the largest part."""
     step_cost: StepCost | None = None
     """Sent when it has changed noticeably, not with each sample."""
 
@@ -114,7 +116,7 @@ class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True):
         return max(0, self.tokens_verified - self.tokens_accepted)
 
 
-class DrafterRoute(msgspec.Struct, frozen=True):
+class DrafterRoute(msgspec.Struct, frozen=True, gc=False):
     """One drafter that a verifier may assign requests to."""
 
     replica: str
@@ -123,7 +125,7 @@ class DrafterRoute(msgspec.Struct, frozen=True):
     """Share of the new requests that should go there."""
 
 
-class VerifyPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
+class VerifyPolicy(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What the cluster scheduler tells one verifier replica."""
 
     epoch: Count
@@ -142,7 +144,7 @@ class VerifyPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     drafters: tuple[DrafterRoute, ...] = ()
 
 
-class SizingDecision(msgspec.Struct, frozen=True):
+class SizingDecision(msgspec.Struct, frozen=True, gc=False):
     """What the autoscaling policy wants of one deployment, and why."""
 
     model: str

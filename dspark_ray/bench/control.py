@@ -24,7 +24,8 @@ from dspark_ray.protocol import CalibrationBins, LoadSample, Role
 
 MODELS = 8
 DRAFTER_EVERY = 10
-BINS = 20
+BINS, BINS_EVERY = 20, 5
+"""As `dspark_ray.serving.engine_report` sends them."""
 WARM_UP_TICKS = 5
 
 
@@ -56,12 +57,13 @@ def simulated_sample(index: int, tick: int) -> LoadSample:
         tokens_accepted=200 * tick,
         tokens_committed=280 * tick,
         draft_calls=10 * tick,
-        calibration=CalibrationBins(
-            (15 * tick,) * BINS,
-            tuple(15.0 * tick * (b + 0.5) / BINS for b in range(BINS)),
-            (8 * tick,) * BINS,
-        ),
+        calibration=_bins(tick) if (index + tick) % BINS_EVERY == 0 else None,
     )
+
+
+def _bins(tick: int) -> CalibrationBins:
+    predicted = tuple(15.0 * tick * (b + 0.5) / BINS for b in range(BINS))
+    return CalibrationBins((15 * tick,) * BINS, predicted, (8 * tick,) * BINS)
 
 
 def timed(ticks: int, prepare: Callable[[int], None], tick: Callable[[], object]) -> list[float]:

@@ -9,7 +9,7 @@ from dspark_ray.control.assignment import DrafterState, drafter_weights
 from dspark_ray.control.load import SmoothedLoad, blended_load, replica_load
 from dspark_ray.control.membership import IDLE, Member, SampleBook, calibration_drift
 from dspark_ray.control.policy import ReplicaControl, verify_cap
-from dspark_ray.protocol import DrafterRoute, LoadSample, VerifyPolicy
+from dspark_ray.protocol import CalibrationBins, DrafterRoute, LoadSample, VerifyPolicy
 
 TAU_RESOLUTION = 0.002
 REFRESH_SHARE = 0.3
@@ -35,7 +35,7 @@ class _Verifier:
     published: VerifyPolicy | None = None
     published_at_s: float = float("-inf")
     drift: float = 0.0
-    drift_from: LoadSample | None = None
+    drift_from: CalibrationBins | None = None
     drift_due_s: float = 0.0
 
 
@@ -133,11 +133,11 @@ class ClusterBrain:
             # Replicas seen for the first time together are spread over the period: this is the dearest part.
             spread = (len(self._verifiers) % 16) / 16 if known.drift_due_s == 0.0 else 1.0
             known.drift_due_s = now_s + spread * self.control.goodput_period_s
-            start = known.drift_from
-            if start is None or member.sample.uptime_s < start.uptime_s:
-                known.drift_from = member.sample
-            elif (drift := calibration_drift(start, member.sample)) is not None:
-                known.drift, known.drift_from = drift, member.sample
+            start, now = known.drift_from, member.bins
+            if start is None:
+                known.drift_from = now
+            elif now is not None and (drift := calibration_drift(start, now)) is not None:
+                known.drift, known.drift_from = drift, now
         return known.drift > self.control.drift_limit
 
     def _must_publish(self, known: _Verifier, policy: VerifyPolicy, now_s: float) -> bool:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dspark_ray.protocol import LoadSample
+from dspark_ray.protocol import CalibrationBins, LoadSample
 
 MIN_CALIBRATION_POSITIONS = 100
 BURIED_MAX = 10_000
@@ -53,8 +53,8 @@ class Rates:
 IDLE = Rates()
 
 
-def calibration_drift(before: LoadSample, after: LoadSample) -> float | None:
-    """How far predicted and observed acceptance are apart, beyond chance, between two samples.
+def calibration_drift(before: CalibrationBins, after: CalibrationBins) -> float | None:
+    """How far predicted and observed acceptance are apart, beyond chance, between two times.
 
     The expected calibration error over the bins, each bin's gap less two standard deviations of what chance
     alone would give: a few hundred positions over 20 bins would otherwise always look wrong.
@@ -62,18 +62,17 @@ def calibration_drift(before: LoadSample, after: LoadSample) -> float | None:
     Returns:
         The gap in [0, 1]; None if fewer than 100 positions were verified.
     """
-    new, old = after.calibration, before.calibration
-    if new is None or old is None or len(new.counts) != len(old.counts):
+    if len(after.counts) != len(before.counts):
         return None
-    positions = sum(new.counts) - sum(old.counts)
+    positions = sum(after.counts) - sum(before.counts)
     if positions < MIN_CALIBRATION_POSITIONS:
         return None
     excess = 0.0
-    for i, count in enumerate(new.counts):
-        n, predicted = count - old.counts[i], new.predicted[i] - old.predicted[i]
+    for i, count in enumerate(after.counts):
+        n, predicted = count - before.counts[i], after.predicted[i] - before.predicted[i]
         if n > 0:
             chance = math.sqrt(max(0.0, predicted * (1.0 - predicted / n)))
-            excess += max(0.0, abs(predicted - (new.accepted[i] - old.accepted[i])) - 2.0 * chance)
+            excess += max(0.0, abs(predicted - (after.accepted[i] - before.accepted[i])) - 2.0 * chance)
     return excess / positions
 
 
@@ -85,6 +84,8 @@ class Member:
     changed_at_s: float
     """The book's own clock at the last change of the sample."""
     window: deque[LoadSample] = field(default_factory=deque)
+    bins: CalibrationBins | None = None
+    """The last ones sent."""
 
     def rates(self) -> Rates:
         """Rates over the book's window."""
@@ -137,7 +138,9 @@ class SampleBook:
             if member is None:
                 if self._buried.get(sample.replica) != sample.sequence:
                     self._buried.pop(sample.replica, None)
-                    self.members[sample.replica] = Member(sample, self._clock_s, deque([sample]))
+                    self.members[sample.replica] = Member(
+                        sample, self._clock_s, deque([sample]), sample.calibration
+                    )
             elif sample.sequence != member.sample.sequence:
                 self._extend(member, sample)
         deadline_s = self._clock_s - self._lifetime_s
@@ -154,6 +157,7 @@ class SampleBook:
         if sample.uptime_s < member.sample.uptime_s:
             window.clear()
         member.sample = sample
+        member.bins = sample.calibration or member.bins
         member.changed_at_s = self._clock_s
         window.append(sample)
         while len(window) > 2 and sample.uptime_s - window[1].uptime_s >= self._window_s:

@@ -25,6 +25,8 @@ from dspark_ray.protocol import (
 from dspark_ray.serving.telemetry import ReplicaIdentity
 
 BINS = 20
+BINS_EVERY = 5
+"""Reports between two that carry the calibration bins, their largest part."""
 UNBOUNDED_VERIFY_LEN = 32
 """The longest block there is."""
 STEP_COST_CHANGE = 0.1
@@ -79,6 +81,7 @@ class EngineReport:
         """The shim's counters as of the last `collect`."""
         self._obeyed: TargetControl | None = None
         self._bins = CalibrationTally(calibration)
+        self._reports = 0
         self._step_ms: tuple[float, ...] = ()
         self._last_steps = (0, 0.0)
         self._step_s = 0.0
@@ -113,9 +116,10 @@ class EngineReport:
             tokens_committed=counters.tokens_generated,
             draft_calls=client.get("calls", 0),
             deadline_misses=client.get("deadline_misses", 0),
-            calibration=self._bins.bins(),
+            calibration=self._bins.bins() if self._reports % BINS_EVERY == 0 else None,
             step_cost=self._changed_step_cost(worker.get("step")),
         )
+        self._reports += 1
         return sample, rounds
 
     async def _obey(self, policy: ActivePolicy) -> None:

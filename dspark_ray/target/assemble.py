@@ -224,7 +224,7 @@ def build_prefill(blueprint: Blueprint, vllm_config: Any) -> PrefillSide:
 
 def profile_engine(run: Callable[[int], None], max_tokens: int, clock: Callable[[], float]) -> StepProfile:
     """Measure the engine's steps at start-up."""
-    from dspark_ray.target.step_profile import measure_steps, profile_sizes  # noqa: PLC0415
+    from dspark_ray.target.step_profile import measure_steps, profile_sizes
 
     sizes = profile_sizes(max_tokens)
     return StepProfile(sizes, measure_steps(run, sizes, clock))

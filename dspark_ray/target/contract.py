@@ -57,7 +57,7 @@ PROMISES = (
     ),
     Promise(_RUNNER, "GPUModelRunner._input_fits_in_drafter", ("self", "common_attn_metadata"), "trimmed per request"),
     Promise(_RUNNER, "GPUModelRunner._get_eagle3_aux_layers_from_config", ("self",), "names the tapped layers"),
-    Promise(_RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output", "intermediate_tensors"), "step clock"),
+    Promise(_RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output", "intermediate_tensors"), "clock"),
     Promise(_RUNNER, "GPUModelRunner._dummy_run", ("self", "num_tokens"), "step profile"),
     Promise("vllm.v1.sample.sampler", "Sampler.forward", ("self", "logits", "sampling_metadata"), "every slot's draw"),
     Promise(
@@ -113,7 +113,8 @@ def broken_promises(promises: tuple[Promise, ...] = PROMISES) -> Iterator[str]:
         names = list(inspect.signature(found).parameters)
         missing = [parameter for parameter in promise.parameters if parameter not in names]
         if missing:
-            yield f"{name} no longer takes {', '.join(missing)} (it takes {', '.join(names)}; used because: {promise.why})"
+            gone, takes = ", ".join(missing), ", ".join(names)
+            yield f"{name} no longer takes {gone} (it takes {takes}; used because: {promise.why})"
 
 
 def check_vllm_version() -> None:
@@ -122,7 +123,7 @@ def check_vllm_version() -> None:
     Raises:
         ConfigError: naming both versions.
     """
-    import vllm  # noqa: PLC0415 - the check itself must be importable without an engine
+    import vllm  # the check itself must be importable without an engine
 
     if not vllm.__version__.startswith(VLLM_SERIES):
         raise ConfigError(

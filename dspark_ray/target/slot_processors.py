@@ -54,7 +54,7 @@ def carried_parameters(extra_args: dict[str, Any] | None, vocab_size: int) -> Si
 
 
 def _with_carried_parameters(batch_update: Any, vocab_size: int) -> Any:
-    """vLLM's BatchUpdate with the carried parameters in the place of each request's own."""
+    """A BatchUpdate of vLLM with the carried parameters in the place of each request's own."""
     if not batch_update:
         return batch_update
     added = [

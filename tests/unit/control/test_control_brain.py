@@ -49,9 +49,7 @@ def test_rates_over_the_window_and_after_a_restart() -> None:
 
 def test_drift_is_what_chance_cannot_explain() -> None:
     def drift(predicted: float, accepted: float, count: int = 1000) -> float | None:
-        return calibration_drift(
-            verifier(calibration=bins(0, 0, 0)), verifier(calibration=bins(count, predicted, accepted))
-        )
+        return calibration_drift(bins(0, 0, 0), bins(count, predicted, accepted))
 
     assert drift(0.8, 0.79) == 0.0
     assert drift(0.8, 0.5) == pytest.approx(0.3, abs=0.03)

@@ -135,9 +135,11 @@ def test_drift_is_measured_with_the_temperatures_in_use() -> None:
     def drift(table: CalibrationTable | None) -> float:
         tally = CalibrationTally(table)
         tally.count(rounds[:1])
-        before = LoadSample(role="verifier", model="m", replica="v", sequence=0, calibration=tally.bins())
+        before = tally.bins()
         tally.count(rounds)
-        after = LoadSample(role="verifier", model="m", replica="v", sequence=1, calibration=tally.bins())
+        after = tally.bins()
+        assert before is not None
+        assert after is not None
         measured = calibration_drift(before, after)
         assert measured is not None
         return measured

@@ -9,5 +9,5 @@ import pytest
 def vllm_imported():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker
         import vllm.v1.worker.gpu_worker  # noqa: F401

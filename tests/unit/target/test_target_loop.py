@@ -157,7 +157,8 @@ def test_room_trims_one_request_and_not_its_neighbour():
     loop = loop_over(ColocatedDrafter(tiny_runner(MODEL, window=WINDOW)))
     rows, features = prompts_of(5, 6, 7)
     rows = [
-        StepRow(r.key, 0, r.rows, r.tokens, r.anchor_token_id, room=room) for r, room in zip(rows, (0, 2, 9))
+        StepRow(r.key, 0, r.rows, r.tokens, r.anchor_token_id, room=room)
+        for r, room in zip(rows, (0, 2, 9), strict=True)
     ]
     started(loop, rows)
     assert [len(drafts) for drafts in loop.step(rows, features)] == [0, 2, BLOCK]

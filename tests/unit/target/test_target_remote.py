@@ -242,7 +242,7 @@ def test_garbage_is_refused_and_the_service_lives_on():
 
         garbage = [
             [b"not msgpack", b""], [b""], [], [b"\x93\x01\x02\x03", b""], call(width=8), call(version=9),
-            call(entries=[entry, entry]), call(entries=[entry] * 9), call()[:1] + [b"\0" * 7],
+            call(entries=[entry, entry]), call(entries=[entry] * 9), [*call()[:1], b"\0" * 7],
             call(entries=[DraftEntry("r", 0, 3, VOCAB, BLOCK)]), call(entries=[DraftEntry("r", 0, 3, 1, BLOCK + 1)]),
         ]  # fmt: skip
         for frames in garbage:
