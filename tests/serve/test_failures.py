@@ -18,7 +18,7 @@ def is_idle(app: RunningApp) -> bool:
 
 
 def request(prompt: str, **options) -> dict:
-    return {"model": "smollm2", "prompt": prompt, "max_tokens": 600, "ignore_eos": True} | options
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": 400, "ignore_eos": True} | options
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_everything_within_a_second(app: RunningApp) -> None:
