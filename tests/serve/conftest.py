@@ -69,6 +69,7 @@ def offline_texts(demo_model: Path, prompts: list[str]) -> list[str]:
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its worker ends with it, whatever ends it
         "KMP_BLOCKTIME": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
