@@ -19,7 +19,7 @@ import click
 import torch
 
 from dspark_ray.drafter.checkpoint import load_drafter
-from dspark_ray.drafter.model import DraftConfig, DSparkModel, argmax_choice
+from dspark_ray.drafter.model import DraftConfig, DSparkModel
 from dspark_ray.drafter.runner import DraftItem, DraftRunner
 from dspark_ray.sources import DEMO_SOURCE, resolve_source
 
@@ -88,23 +88,37 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
     return 1e3 * statistics.median(times)
 
 
-def measure(runner: DraftRunner, batch: int, block: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of one call and of its parts; `layers` is what the other parts leave of the call."""
-    model, load = runner.model, DraftLoad(runner, batch)
-    h = torch.randn(batch, block, model.config.hidden_size, dtype=model.dtype)
-    anchors = torch.full((batch,), 17)
-    with torch.inference_mode():
-        lm_head = milliseconds(lambda: model.base_logits(h), repeats)
-        rollout = milliseconds(lambda: model.rollout(h, anchors, argmax_choice), repeats)
+class PartTimer:
+    """Times a model's methods inside real draft calls, where their weights are as cold as they are there."""
+
+    def __init__(self, model: DSparkModel, names: tuple[str, ...]):
+        self._seconds: dict[str, list[float]] = {name: [] for name in names}
+        for name in names:
+            setattr(model, name, self._timed(name, getattr(DSparkModel, name).__get__(model)))
+
+    def milliseconds(self, name: str, last: int) -> float:
+        """Median of the last calls."""
+        return 1e3 * statistics.median(self._seconds[name][-last:])
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = method(*arguments)
+            self._seconds[name].append(time.perf_counter() - started)
+            return result
+
+        return call
+
+
+def measure(runner: DraftRunner, timer: PartTimer, batch: int, block: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of one call and its parts' shares; `layers` is what the other parts leave of the call."""
+    load = DraftLoad(runner, batch)
     append = milliseconds(lambda: load.call(0), repeats)
     total = milliseconds(lambda: load.call(block), repeats)
+    lm_head, rollout = timer.milliseconds("base_logits", repeats), timer.milliseconds("rollout", repeats)
     runner.free([str(row) for row in range(batch)])
-    parts = {
-        "lm_head": lm_head,
-        "markov": rollout - lm_head,
-        "append": append,
-        "layers": total - rollout - append,
-    }
+    parts = {"lm_head": lm_head, "markov": rollout - lm_head, "append": append}
+    parts["layers"] = total - rollout - append
     shares = {f"{name}_share": round(ms / total, 3) for name, ms in parts.items()}
     return {"batch": batch, "block_size": block, "draft_ms": round(total, 3), **shares}
 
@@ -193,8 +207,9 @@ def main(
     if engine:
         report["engine"] = engine_ratio(resolve_source(target, "--target"), runner, threads, dtype)
         torch.set_num_threads(threads)
+    timer = PartTimer(runner.model, ("base_logits", "rollout"))
     report["drafts"] = [
-        measure(runner, batch, block, max(repeats // max(1, batch // 4), 5))
+        measure(runner, timer, batch, block, max(repeats // max(1, batch // 4), 5))
         for batch in BATCHES
         for block in blocks
     ]

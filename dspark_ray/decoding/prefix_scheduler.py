@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -62,11 +62,7 @@ class StepCurve:
         if not all(math.isfinite(ms) and ms > 0 for ms in self.step_ms):
             raise ConfigError("step curve: step_ms must be positive and finite; profile again")
         if self.is_flat:
-            logger.warning(
-                "step curve is flat (%s ms at B = %s): it would verify everything, so the tau policy decides",
-                self.step_ms,
-                self.batch_tokens,
-            )
+            _warn_of_flat_curve()
 
     @cached_property
     def is_flat(self) -> bool:
@@ -89,6 +85,14 @@ class StepCurve:
     def steps_per_second(self, tokens: int) -> float:
         """SPS(B)."""
         return 1000.0 / self.milliseconds(tokens)
+
+
+@cache
+def _warn_of_flat_curve() -> None:
+    """Once in a process: curves are built anew from measurements all the time."""
+    logger.warning(
+        "the step curve is flat and would verify everything, so the tau policy decides: profile it again"
+    )
 
 
 def schedule(

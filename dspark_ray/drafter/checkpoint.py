@@ -27,16 +27,20 @@ _PROJECTION = ("fc.weight", "hidden_norm.weight")  # the model keeps these under
 _ENDS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_embedding")
 
 
-def load_draft_config(path: Path) -> DraftConfig:
+def load_draft_config(path: Path, target: Path | None = None) -> DraftConfig:
     """Read a checkpoint's config.json, either format.
 
     Args:
         path: directory of the checkpoint.
+        target: directory of the target, which knows its own depth: the speculators format need not say it.
 
     Raises:
         CheckpointError: unreadable, another architecture, or values that contradict each other.
     """
-    return parse_draft_config(read_json(path / "config.json"), path)
+    raw = read_json(path / "config.json")
+    if target is not None and raw.get("num_target_layers") is None:
+        raw["num_target_layers"] = _target_text_config(target)["num_hidden_layers"]
+    return parse_draft_config(raw, path)
 
 
 def check_fits_target(config: DraftConfig, target: Path) -> None:
@@ -49,8 +53,7 @@ def check_fits_target(config: DraftConfig, target: Path) -> None:
     Raises:
         CheckpointError: another width, vocabulary or depth, or a mask id that the target's text uses.
     """
-    raw = read_json(target / "config.json")
-    text = raw.get("text_config") or raw
+    text = _target_text_config(target)
     for field, ours, theirs in (
         ("target_hidden_size", config.target_hidden_size, text["hidden_size"]),
         ("hidden_size", config.hidden_size, text["hidden_size"]),
@@ -62,7 +65,7 @@ def check_fits_target(config: DraftConfig, target: Path) -> None:
                 f"drafter {field} is {ours}, target {target.name} has {theirs}: this drafter was trained for "
                 "another target"
             )
-    stops = text.get("eos_token_id", raw.get("eos_token_id"))
+    stops = text.get("eos_token_id")
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     if config.mask_token_id in stops:
         raise CheckpointError(
@@ -85,7 +88,7 @@ def load_drafter(
     Raises:
         CheckpointError: something is missing or does not fit; one message that names it.
     """
-    config = load_draft_config(path)
+    config = load_draft_config(path, target)
     if target is not None:
         check_fits_target(config, target)
     tensors = _read_tensors(path)
@@ -164,6 +167,12 @@ def save_drafter(
     save_file(plain, temporary, metadata={"format": "pt"})
     write_json(path / "config.json", raw)
     temporary.replace(path / "model.safetensors")
+
+
+def _target_text_config(target: Path) -> dict[str, Any]:
+    """The target's text configuration; a multimodal model nests it and may keep eos_token_id outside."""
+    raw = read_json(target / "config.json")
+    return {**raw, **(raw.get("text_config") or {})}
 
 
 def _read_tensors(path: Path, only: tuple[str, ...] | None = None) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def _build(
         block_size=raw["block_size"],
         mask_token_id=raw["mask_token_id"],
         target_layer_ids=tuple(ids),
-        num_target_layers=raw["num_target_layers"] if "num_target_layers" in raw else max(ids) + 2,
+        num_target_layers=raw.get("num_target_layers") or max(ids, default=-1) + 2,
         target_hidden_size=raw.get("target_hidden_size") or hidden,
         markov_rank=raw.get("markov_rank", 0),
         markov_head_type=raw.get("markov_head_type") or "vanilla",

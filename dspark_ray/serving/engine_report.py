@@ -1,28 +1,36 @@
 """What an engine replica reports and how it obeys: one exchange with its worker a few times a second.
 
-In a verifier (a prefill replica passes no drafters and follows no policy)::
+In a verifier, once its engine has started (a prefill replica passes its role and no routes)::
 
-    report = EngineReport(identity, engine.counters, engine.client.collective_rpc, has_shim=True, ...)
-    task = asyncio.create_task(report_forever(agent, report.collect, config.telemetry.sample_interval_s))
+    self._report = report_engine(
+        "verifier", model, config, self.engine.counters, self.engine.client.collective_rpc,
+        has_shim=..., queued=lambda: remote.waiting, routes=DrafterDirectory(app, model.id).routes,
+    )
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.control.knowledge import step_cost_key
 from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.protocol import (
     CalibrationBins,
     DrafterRoute,
     LoadSample,
+    Role,
     RoundRecord,
     StepCost,
     TargetControl,
 )
-from dspark_ray.serving.telemetry import ReplicaIdentity
+from dspark_ray.serving.telemetry import ReplicaIdentity, report_forever, start_agent
+from dspark_ray.sources import resolve_source
 
 BINS = 20
 BINS_EVERY = 5
@@ -43,6 +51,56 @@ class Counters(Protocol):
     kv_blocks_total: int
     tokens_generated: int
     ttft_s: float
+
+
+def report_engine(
+    role: Role,
+    model: ModelConfig,
+    config: AppConfig,
+    counters: Counters,
+    collective_rpc: Callable[..., Awaitable[list[Any]]],
+    *,
+    has_shim: bool,
+    queued: Callable[[], int] = lambda: 0,
+    device_kind: str = "cpu",
+    routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
+) -> "EngineReport":
+    """Start reporting an engine replica's load and obeying its policy.
+
+    Args:
+        role: ``verifier`` or ``prefill``.
+        model: the model it serves.
+        config: of the application.
+        counters: of the engine.
+        collective_rpc: the engine client's.
+        has_shim: whether the worker is `dspark_ray.target`'s.
+        queued: requests in the replica that the engine has not got yet.
+        device_kind: ``cpu`` or the GPU's name; replicas of one kind share their step costs.
+        routes: the drafters that run, for when no policy names any.
+
+    Returns:
+        The report, whose `task` runs for as long as it is kept.
+    """
+    drafter = model.drafter
+    calibration = None
+    if has_shim and role == "verifier" and drafter.source is not None:
+        calibration = CalibrationTable.load(Path(resolve_source(drafter.source, "drafter.source")))
+    # What a step costs depends on the engine and on the block whose verification it includes.
+    engine = {**model.target.model_dump(), "cores": model.verifier.cpu_cores, "block": drafter.block_size}
+    key = step_cost_key(model.target.source, device_kind, engine) if role == "verifier" else None
+    agent = start_agent(config.control, config.telemetry, step_cost_key=key)
+    report = EngineReport(
+        ReplicaIdentity.of_this_replica(role, model.id, device_kind),
+        counters,
+        collective_rpc,
+        has_shim=has_shim,
+        queued=queued,
+        calibration=calibration,
+        routes=routes,
+    )
+    interval_s = config.telemetry.sample_interval_s
+    report.task = asyncio.create_task(report_forever(agent, report.collect, interval_s))
+    return report
 
 
 class EngineReport:
@@ -77,6 +135,8 @@ class EngineReport:
         self._has_shim = has_shim
         self._queued = queued
         self._routes = routes
+        self.task: asyncio.Task[None] | None = None
+        """Reports, once `report_engine` has started it."""
         self.worker: Mapping[str, Any] = {}
         """The shim's counters as of the last `collect`."""
         self._obeyed: TargetControl | None = None

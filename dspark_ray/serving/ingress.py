@@ -11,6 +11,7 @@ import json
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -33,10 +34,11 @@ from starlette.types import Receive, Scope, Send
 from dspark_ray.config import AppConfig, SecurityConfig
 from dspark_ray.errors import RequestError
 from dspark_ray.serving.access import SCOPE_PRINCIPAL, AccessMiddleware, check_request
+from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler
 from dspark_ray.serving.drain import DrainGuard
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
-from dspark_ray.serving.ingress_reports import IngressReports
 from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
+from dspark_ray.serving.telemetry import report_ingress
 
 BODY_TIMEOUT_S = 60.0
 ERROR_EVENT = 'data: {"error":'
@@ -65,7 +67,9 @@ class OpenAiIngress:
         self._config = config
         self._verifiers = {model: handle.options(stream=True) for model, handle in verifiers.items()}
         self._created_s = int(time.time())
-        self._reports = IngressReports(config)
+        self._in_hand: Counter[str] = Counter()
+        self._scheduler = ensure_cluster_scheduler(config.control, config.telemetry)
+        self._reporting = report_ingress(config, self._in_hand)
         self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
 
     async def check_health(self) -> None:
@@ -122,14 +126,15 @@ class OpenAiIngress:
 
     async def _parts(self, body: Any, method: str, headers: Mapping[str, str]) -> AsyncGenerator[Any]:
         """What the verifier yields: one response object, or strings of whole events. Closing cancels it."""
-        if self._reports.held >= self._config.ingress.max_ongoing_requests:
+        if self._in_hand.total() >= self._config.ingress.max_ongoing_requests:
             raise RequestError(
                 "Too many requests are under way. Try again later.",
                 status=503,
                 code="overloaded",
                 retry_after_s=RETRY_AFTER_S,
             )
-        with self._reports.holding(body.model):
+        self._in_hand[body.model] += 1
+        try:
             trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
             response = getattr(self._verifiers[body.model], method).remote(
                 body, RawRequestInfo(headers=trace)
@@ -139,6 +144,8 @@ class OpenAiIngress:
                     yield part
             finally:
                 response.cancel()
+        finally:
+            self._in_hand[body.model] -= 1
 
     async def _stream(self, first: Any, parts: AsyncGenerator[Any]) -> AsyncGenerator[str]:
         """The events for the client. Whatever happens after the first one becomes an event, too."""

@@ -1,6 +1,5 @@
 """A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.serving.engine import DSparkEngine
-from dspark_ray.serving.engine_report import EngineReport
+from dspark_ray.serving.engine_report import report_engine
 from dspark_ray.serving.remote_prefill import (
     PrefillAccepted,
     PrefillDone,
@@ -23,7 +22,7 @@ from dspark_ray.serving.remote_prefill import (
     PrefillRequest,
 )
 from dspark_ray.serving.speculation import drafts_in_shim
-from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
+from dspark_ray.serving.telemetry import device_kind
 from dspark_ray.target.handoff import HANDOFF_KEY
 
 
@@ -39,15 +38,15 @@ class PrefillServer(PDPrefillServer):
         if drafts_in_shim(model):
             endpoints = await self.engine.client.collective_rpc("dspark_handoff_endpoint")
         self._feature_endpoint = next((endpoint for endpoint in endpoints if endpoint), None)
-        self._report = EngineReport(
-            ReplicaIdentity.of_this_replica("prefill", model.id, device_kind(model.prefill)),
+        self._report = report_engine(
+            "prefill",
+            model,
+            config,
             self.engine.counters,
             self.engine.client.collective_rpc,
             has_shim=drafts_in_shim(model),
+            device_kind=device_kind(model.prefill),
         )
-        agent = start_agent(config.control, config.telemetry)
-        interval_s = config.telemetry.sample_interval_s
-        self._reporting = asyncio.create_task(report_forever(agent, self._report.collect, interval_s))
 
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         """Compute the KV of one prompt.

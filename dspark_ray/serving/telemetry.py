@@ -1,16 +1,17 @@
 """A Serve replica's side of the control plane: who it is, its metrics, and the loop that reports.
 
-    identity = ReplicaIdentity.of_this_replica("verifier", model_id)
-    agent = start_agent(config, step_cost_key=...)
+    identity = ReplicaIdentity.of_this_replica("drafter", model_id)
+    agent = start_agent(config.control, config.telemetry)
     task = asyncio.create_task(report_forever(agent, collect, config.telemetry.sample_interval_s))
 
-``collect(policy)`` is called with the policy to act on and returns ``(identity.sample(...), rounds)``.
+``collect(policy)`` is called with the policy to act on and returns ``(identity.sample(...), rounds)``. Replicas
+with an engine use `dspark_ray.serving.engine_report`, an ingress `report_ingress`.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import ray
 from ray import serve
 from ray.util.metrics import Counter, Gauge
 
-from dspark_ray.config import ControlConfig, RoleConfig, TelemetryConfig
+from dspark_ray.config import AppConfig, ControlConfig, RoleConfig, TelemetryConfig
 from dspark_ray.control.agent import ActivePolicy, ReplicaAgent
 from dspark_ray.control.metrics import AGENT_METRICS, SAMPLE_METRICS, Metric
 from dspark_ray.control.telemetry import TelemetryStore
@@ -133,6 +134,36 @@ async def report_forever(agent: ReplicaAgent, collect: Collect, interval_s: floa
                 logger.exception("the load of this replica cannot be read")
             failing = True
         await asyncio.sleep(interval_s)
+
+
+def report_ingress(config: AppConfig, in_hand: Mapping[str, int]) -> list[asyncio.Task[None]]:
+    """Report what an ingress holds of each model, from which the scheduler learns the queue inside Serve.
+
+    Args:
+        config: of the application.
+        in_hand: requests in this ingress's hands by model id, kept up to date by the ingress.
+
+    Returns:
+        Running tasks, to be kept and cancelled with the replica.
+    """
+
+    def collector(identity: ReplicaIdentity) -> Collect:
+        async def collect(_policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
+            return identity.sample(requests_running=in_hand.get(identity.model, 0)), ()
+
+        return collect
+
+    interval_s = config.telemetry.sample_interval_s
+    return [
+        asyncio.create_task(
+            report_forever(
+                start_agent(config.control, config.telemetry),
+                collector(ReplicaIdentity.of_this_replica("ingress", model.id)),
+                interval_s,
+            )
+        )
+        for model in config.models
+    ]
 
 
 class MetricSet:

@@ -1,6 +1,5 @@
 """A verifier replica: owns a request from its prompt to its last token."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,14 +12,13 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 from ray.serve.handle import DeploymentHandle
 
 from dspark_ray.config import AppConfig, ModelConfig
-from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.engine import DSparkEngine
-from dspark_ray.serving.engine_report import EngineReport
+from dspark_ray.serving.engine_report import report_engine
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
-from dspark_ray.serving.speculation import checkpoint_folder, drafts_in_shim
+from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.streams import coalesce
-from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
+from dspark_ray.serving.telemetry import device_kind
 
 STREAM_INTERVAL_S = 0.02
 
@@ -72,20 +70,19 @@ class VerifierServer(PDDecodeServer):
         """Report load, follow policies and, with a remote drafter, the pool."""
         speculative = self.engine.client.vllm_config.speculative_config
         drafting = speculative is not None and drafts_in_shim(model)
-        app = serve.get_replica_context().app_name
         remote = drafting and model.drafter.placement == "remote"
-        self._report = EngineReport(
-            ReplicaIdentity.of_this_replica("verifier", model.id, device_kind(model.verifier)),
+        app = serve.get_replica_context().app_name
+        self._report = report_engine(
+            "verifier",
+            model,
+            config,
             self.engine.counters,
             self.engine.client.collective_rpc,
             has_shim=drafting,
             queued=lambda: self._remote_prefill.waiting if self._remote_prefill else 0,
-            calibration=CalibrationTable.load(checkpoint_folder(model)) if drafting else None,
+            device_kind=device_kind(model.verifier),
             routes=DrafterDirectory(app, model.id).routes if remote else None,
         )
-        agent = start_agent(config.control, config.telemetry)
-        interval_s = config.telemetry.sample_interval_s
-        self._reporting = asyncio.create_task(report_forever(agent, self._report.collect, interval_s))
 
     async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         response = self._prefill_handle.prefill.remote(request)

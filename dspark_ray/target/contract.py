@@ -35,6 +35,12 @@ PROMISES = (
         ("self", "kv_cache_config"),
         "NixlConnector moves the thread to another core",
     ),
+    Promise(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker",
+        "nixl_agent_config",
+        None,
+        "NIXL's progress thread spins on the CPU",
+    ),
     Promise("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",), "time of the step profile"),
     Promise(_RUNNER, "GPUModelRunner.__init__", ("self", "vllm_config", "device"), "subclassed"),
     Promise(_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), "the drafter is loaded after it"),

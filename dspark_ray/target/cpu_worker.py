@@ -1,8 +1,10 @@
 """The worker of a CPU engine: ``worker_cls="dspark_ray.target.cpu_worker.DSparkCPUWorker"``."""
 
+import functools
 import os
 from typing import Any
 
+import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker as nixl_worker
 import vllm.v1.worker.cpu_worker as vllm_cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -29,9 +31,18 @@ class DSparkCPUWorker(DSparkWorkerMixin, CPUWorker):
             vllm_cpu_worker.CPUModelRunner = CPUModelRunner
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Keep this thread on its cores: NixlConnector moves it to the node's last core, where every engine meets."""
+        """Start the KV connector without two habits of NIXL that cost a CPU engine its cores.
+
+        It moves this thread to the node's last core, where every engine would meet, and it starts a progress
+        thread that spins even when there is nothing to transfer. The worker asks NIXL in every step anyway, and
+        an engine whose blocks are waited for keeps stepping, so transfers progress without that thread.
+        """
         cores = os.sched_getaffinity(0)
+        agent_config = nixl_worker.nixl_agent_config
+        if agent_config is not None:
+            nixl_worker.nixl_agent_config = functools.partial(agent_config, enable_prog_thread=False)
         try:
             super().initialize_from_config(kv_cache_config)
         finally:
+            nixl_worker.nixl_agent_config = agent_config
             os.sched_setaffinity(0, cores)

@@ -12,6 +12,17 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
+def _target(_ctx: click.Context, _param: click.Parameter, value: str) -> Path:
+    from dspark_ray.training.config import target_folder
+
+    return target_folder(value)
+
+
+_TARGET = click.option(
+    "--target", required=True, callback=_target, help="A folder, a Hugging Face id, or demo:smollm2."
+)
+
+
 @click.command()
 @click.argument("config_file", metavar="CONFIG", type=_EXISTING)
 @click.option("--set", "overrides", multiple=True, metavar="NAME=VALUE", help="Override a field of CONFIG.")
@@ -40,7 +51,7 @@ def train(config_file: Path, overrides: tuple[str, ...], device: str | None, dry
 
 
 @click.command()
-@click.option("--target", type=_EXISTING, required=True, help="Directory of the target model.")
+@_TARGET
 @click.option("--prompts", type=_EXISTING, default=None, help="JSON lines with `messages` or `prompt`.")
 @click.option("--invent", type=int, default=0, help="Also let the target invent this many user turns.")
 @click.option("--user-template", default="{prompt}", show_default=True, help="Wraps the last user turn.")
@@ -109,7 +120,7 @@ def _measuring(command: Any) -> Any:
     """Options that evaluate and calibrate share."""
     for option in reversed(
         (
-            click.option("--target", type=_EXISTING, required=True, help="Directory of the target model."),
+            _TARGET,
             click.option(
                 "--drafter", type=_EXISTING, required=True, help="Directory of the draft checkpoint."
             ),

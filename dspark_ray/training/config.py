@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from dspark_ray.config import FrozenModel
 from dspark_ray.errors import ConfigError
+from dspark_ray.sources import resolve_source
 
 
 class DraftShape(FrozenModel):
@@ -119,8 +120,8 @@ class DataConfig(FrozenModel):
 class TrainConfig(FrozenModel):
     """A whole training run."""
 
-    target: Path
-    """Directory of the target model."""
+    target: str
+    """The target: a folder, a Hugging Face id, or demo:smollm2."""
     run_dir: Path
     """Where checkpoints, metrics and provenance go."""
     draft: DraftShape
@@ -141,6 +142,24 @@ class TrainConfig(FrozenModel):
     """Steps between two validations on held-out answers."""
     save_every_s: float = Field(default=180.0, gt=0)
     """Seconds between two checkpoints that resume exactly."""
+
+
+def target_folder(source: str) -> Path:
+    """The local folder of a target model; a Hugging Face id is fetched unless HF_HUB_OFFLINE is set.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    resolved = Path(resolve_source(source, "target"))
+    if resolved.is_dir():
+        return resolved
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+        return Path(snapshot_download(str(resolved), allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target: {source} cannot be fetched: {error}") from error
 
 
 def load_train_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:

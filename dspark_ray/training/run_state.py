@@ -62,15 +62,26 @@ def sha256_of(path: Path) -> str:
 
 
 def provenance(config: dict[str, Any], data_files: tuple[Path, ...]) -> dict[str, Any]:
-    """What made a set of weights: configuration, command, data hashes, versions, commit."""
+    """What made a set of weights: configuration, command, data hashes, versions, commit.
+
+    Absolute paths are cut to their last part: where things lay says nothing elsewhere.
+    """
     packages = ("torch", "transformers", "safetensors")
     return {
-        "command": ["dspark-ray", *sys.argv[1:]],
-        "config": config,
+        "command": _portable(["dspark-ray", *sys.argv[1:]]),
+        "config": _portable(config),
         "data_sha256": {path.name: sha256_of(path) for path in data_files},
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "commit": _commit(),
     }
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _portable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(part) for part in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def _commit() -> str | None:

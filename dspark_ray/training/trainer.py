@@ -17,7 +17,7 @@ from torch import Tensor
 from dspark_ray.drafter.checkpoint import load_drafter, save_drafter
 from dspark_ray.drafter.model import DraftConfig, DSparkModel
 from dspark_ray.errors import ConfigError
-from dspark_ray.training.config import LossConfig, LossWeights, OptimizerConfig, TrainConfig
+from dspark_ray.training.config import LossConfig, LossWeights, OptimizerConfig, TrainConfig, target_folder
 from dspark_ray.training.data import (
     AnchorBatch,
     Example,
@@ -79,7 +79,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.dtype = getattr(torch, config.compute_dtype)
         shape, data = config.draft, config.data
-        self.target = FrozenTarget(config.target, shape.target_layer_ids, self.dtype, config.device)
+        self.target_folder = target_folder(config.target)
+        self.target = FrozenTarget(self.target_folder, shape.target_layer_ids, self.dtype, config.device)
         examples = load_examples(data.files, data.max_length)
         self.examples, self.held_out = split_held_out(examples, data.held_out, config.seed)
         self.model, self.coverage = self._new_model()
@@ -202,7 +203,12 @@ class Trainer:
             tensors[f"average.{name}"] = value
         save_state(self.state_path, tensors, self.step, self.fingerprint)
         with self.averaged_weights():
-            save_drafter(self.model, self.config.run_dir / "drafter", dtype=torch.bfloat16)
+            save_drafter(
+                self.model,
+                self.config.run_dir / "drafter",
+                dtype=torch.bfloat16,
+                verifier=self.target_folder.name,
+            )
         write_json(self.config.run_dir / "drafter" / "provenance.json", self._provenance())
 
     @contextmanager
@@ -239,7 +245,7 @@ class Trainer:
         return model, covered_share(self.examples, model.draft_to_target)
 
     def _earlier_model(self, path: Path, shape: DraftConfig) -> DSparkModel:
-        model = load_drafter(path, target=self.config.target, dtype=torch.float32, device=self.config.device)
+        model = load_drafter(path, target=self.target_folder, dtype=torch.float32, device=self.config.device)
         if model.config != shape:
             raise ConfigError(f"draft.init_from {path} has another shape than this run's draft section")
         return model.requires_grad_(True).train()
@@ -249,7 +255,7 @@ class Trainer:
         if data.cache_dir is None:
             return None
         taps = self.config.draft.target_layer_ids
-        key = fingerprint_of({"target": str(self.config.target), "taps": taps, "data": self._data_hashes()})
+        key = fingerprint_of({"target": self.config.target, "taps": taps, "data": self._data_hashes()})
         lengths = [len(example.ids) for example in examples]
         return FeatureCache(data.cache_dir, lengths, len(taps) * width, width, data.cache_gb * 1e9, key)
 

@@ -7,7 +7,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 import dspark_ray.target.cpu_worker as ours
 from dspark_ray.target.cpu_worker import DSparkCPUModelRunner, DSparkCPUWorker
 
-ORACLE: dict[int, list[int]] = {}  # sampling_params.extra_args["twin"] -> output token ids without speculation
+ORACLE: dict[
+    int, list[int]
+] = {}  # sampling_params.extra_args["twin"] -> output token ids without speculation
 
 
 class Proposer:

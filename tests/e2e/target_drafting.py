@@ -46,13 +46,19 @@ def chat_prompts(count: int) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     lines = (Path(__file__).parents[1] / "data" / "eval_slice.jsonl").read_text().splitlines()
-    every = len(lines) // count
+    every = max(1, len(lines) // count)
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": json.loads(line)["prompt"]}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": json.loads(line)["prompt"]}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
         for line in lines[::every][:count]
     ]
+
+
+def make_random_drafter(folder):
+    return str(random_drafter(Path(folder)))
 
 
 class ServiceProcess:
@@ -74,8 +80,10 @@ class ServiceProcess:
             "    device='cpu', dtype=torch.bfloat16)\n"
             "service = DrafterService(runner, fingerprint=fingerprint(path, target),\n"
             "    width=model.config.hidden_size, max_batch=64, secret=args['secret'], bind=args['bind'])\n"
+            "import threading\n"
             "print(service.endpoint, flush=True)\n"
-            "service.run()\n"
+            "threading.Thread(target=service.run, daemon=True).start()\n"
+            "for line in sys.stdin: print(runner.slots_in_use, flush=True)\n"
         )
         arguments = {
             "checkpoint": str(checkpoint), "target": str(DEMO_MODEL), "secret": "s3cret", "cache_mib": 128,
@@ -84,19 +92,25 @@ class ServiceProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, json.dumps(arguments)],
-            stdout=subprocess.PIPE, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         self.endpoint = self._process.stdout.readline().strip()
         if not self.endpoint.startswith("tcp://"):
             raise RuntimeError("the drafter service did not start")
         self.port = int(self.endpoint.rpartition(":")[2])
 
+    def slots_in_use(self) -> int:
+        print(file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
     def kill(self):
         self._process.kill()
         self._process.wait()
 
 
-def engine_with(checkpoint, *, block_size=5, scheduling=None, drafters=(), placement="colocated", options=None, **kw):
+def engine_with(
+    checkpoint, *, drafts=5, scheduling=None, drafters=(), placement="colocated", options=None, **kw
+):
     """An engine with the shim in it."""
     from dspark_ray.target.options import TargetOptions, engine_arguments
 
@@ -108,7 +122,7 @@ def engine_with(checkpoint, *, block_size=5, scheduling=None, drafters=(), place
             "drafters": [{"replica": f"d{i}", "endpoint": e} for i, e in enumerate(drafters)],
         } | (options or {})
     )  # fmt: skip
-    return make_engine(**engine_arguments(target_options, block_size), **kw)
+    return make_engine(**engine_arguments(target_options, drafts), **kw)
 
 
 def stats(engine) -> dict:
@@ -141,7 +155,10 @@ def summary(report: dict) -> dict:
             name: round(shim[f"{name}_ms"] / steps, 3)
             for name in ("verify", "feature", "draft_wait", "schedule", "between")
         }
-        | {"drafter": round(client["draft_ms"] / steps, 3), "transport": round(client["transport_ms"] / steps, 3)},
+        | {
+            "drafter": round(client["draft_ms"] / steps, 3),
+            "transport": round(client["transport_ms"] / steps, 3),
+        },
     }
 
 
@@ -166,10 +183,160 @@ def try_out(checkpoint=None, dtype="float32", placement="colocated", mode="fixed
         got = ids(generate(engine, prompts, [greedy()] * len(prompts)))
         report = stats(engine)
         result.append(
-            {"same": [a == b for a, b in zip(expected, got, strict=True)], "speedup": plain_s / (time.perf_counter() - began)}
+            {
+                "same": [a == b for a, b in zip(expected, got, strict=True)],
+                "speedup": plain_s / (time.perf_counter() - began),
+            }
             | summary(report)
         )
     result.append({"step": report["step"]})
     if service:
         service.kill()
+    return result
+
+
+MODES = ("fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput")
+
+
+def control(engine, **fields):
+    from dspark_ray.protocol import TargetControl
+
+    engine.collective_rpc("dspark_control", args=(msgspec.msgpack.encode(TargetControl(**fields)),))
+
+
+def mixed_params(count, max_tokens):
+    """Greedy and seeded requests by turns."""
+    from vllm import SamplingParams
+
+    return [
+        greedy(max_tokens)
+        if i % 2
+        else SamplingParams(temperature=0.9, top_p=0.95, seed=100 + i, max_tokens=max_tokens)
+        for i in range(count)
+    ]
+
+
+def exactness(checkpoint, prompts=16, max_tokens=32, modes=MODES, placement="remote"):
+    """Every mode, batch 1 and all at once, chunked prefill, prefix hits and preemption, against plain decoding."""
+    checkpoint = Path(checkpoint)
+    texts = chat_prompts(prompts)
+    params = mixed_params(prompts, max_tokens)
+    plain = make_engine()
+    expected = ids(generate(plain, texts, params))
+    del plain
+    service = ServiceProcess(checkpoint) if placement == "remote" else None
+    engine = engine_with(
+        checkpoint, placement=placement, drafters=[service.endpoint] if service else (),
+        max_num_batched_tokens=96, enable_prefix_caching=True, block_size=32, options={"tau": 0.1},
+        kv_cache_memory_bytes=22 << 20,
+        max_model_len=448,
+    )  # fmt: skip
+    differing, accepted = [], {}
+    for mode in modes:
+        control(engine, mode=mode)
+        before = stats(engine)["shim"]
+        for i, (a, b) in enumerate(zip(expected, ids(generate(engine, texts, params)), strict=True)):
+            if a != b:
+                differing.append({"mode": mode, "prompt": i, "expected": a, "got": b})
+        for i in (0, 1):
+            if ids(generate(engine, [texts[i]], [params[i]]))[0] != expected[i]:
+                differing.append({"mode": mode, "prompt": i, "alone": True})
+        after = stats(engine)["shim"]
+        accepted[mode] = after["tokens_accepted"] - before["tokens_accepted"]
+    metrics = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
+    result = {
+        "differing": differing, "accepted": accepted, "preempted": metrics["vllm:num_preemptions"],
+        "prefix_restored": after["prefix_restored"], "left": stats(engine)["requests"],
+    }  # fmt: skip
+    if service:
+        service.kill()
+    return result
+
+
+def drafter_lost(checkpoint, max_tokens=96):
+    """The only drafter dies in the middle of traffic and comes back; texts stay, acceptance returns."""
+    import threading
+
+    checkpoint = Path(checkpoint)
+    texts = chat_prompts(6)
+    params = [greedy(max_tokens, ignore_eos=True)] * len(texts)
+    plain = make_engine()
+    expected = ids(generate(plain, texts, params))
+    del plain
+    service = ServiceProcess(checkpoint)
+    engine = engine_with(checkpoint, placement="remote", drafters=[service.endpoint])
+    events = []
+
+    def kill_and_restart():
+        time.sleep(1.0)
+        service.kill()
+        events.append("killed")
+        again = ServiceProcess(checkpoint, port=service.port)
+        events.append(again)
+
+    got = []
+    saboteur = threading.Thread(target=kill_and_restart)
+    got.append(ids(generate(engine, texts, params)))
+    before = stats(engine)
+    saboteur.start()
+    while saboteur.is_alive():
+        got.append(ids(generate(engine, texts, params)))
+    saboteur.join()
+    during = stats(engine)
+    got.append(ids(generate(engine, texts, params)))
+    after = stats(engine)
+    events[-1].kill()
+
+    def accept(a, b):
+        rounds = b["shim"]["rounds"] - a["shim"]["rounds"]
+        return 1 + (b["shim"]["tokens_accepted"] - a["shim"]["tokens_accepted"]) / max(1, rounds)
+
+    return {
+        "same": [one == expected for one in got],
+        "misses": during["client"]["deadline_misses"] + during["client"]["unavailable"],
+        "accept_len": {
+            "before": accept({"shim": dict.fromkeys(before["shim"], 0)}, before),
+            "after": accept(during, after),
+        },
+        "missing_context": during["shim"]["missing_context"],
+        "rounds_after": after["shim"]["rounds"] - during["shim"]["rounds"],
+    }
+
+
+def storm_of_aborts(checkpoint, count=60):
+    """Requests aborted at random moments leave nothing behind: blocks, contexts, drafter slots."""
+    import random
+
+    from vllm import SamplingParams
+
+    service = ServiceProcess(Path(checkpoint))
+    llm = engine_with(
+        Path(checkpoint), placement="remote", drafters=[service.endpoint], max_num_batched_tokens=64
+    )
+    engine, dice = llm.llm_engine, random.Random(0)
+    texts = chat_prompts(12)
+    running, made, finished = [], 0, 0
+    while made < count or engine.has_unfinished_requests():
+        if made < count and dice.random() < 0.6:
+            name = f"storm-{made}"
+            engine.add_request(
+                name, {"prompt_token_ids": texts[made % 12]}, SamplingParams(max_tokens=40, seed=made)
+            )
+            running.append(name)
+            made += 1
+        if running and dice.random() < 0.5:
+            engine.abort_request([running.pop(dice.randrange(len(running)))])
+        finished += sum(output.finished for output in engine.step())
+    for _ in range(3):
+        engine.step()
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    deadline = time.monotonic() + 5
+    slots = None
+    while slots != 0 and time.monotonic() < deadline:
+        slots = service.slots_in_use()
+    result = {
+        "contexts": stats(llm)["requests"], "kv_usage": metrics["vllm:kv_cache_usage_perc"],
+        "running": metrics["vllm:num_requests_running"], "drafter_slots": slots, "finished": finished,
+    }  # fmt: skip
+    service.kill()
     return result

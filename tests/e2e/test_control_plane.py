@@ -139,19 +139,31 @@ def redis_process() -> Iterator[Redis]:
     process.server.stop()
 
 
+def start_ray(folder: str) -> None:
+    """Ray gives its own processes 30 seconds, which a busy machine may not have: three attempts."""
+    for attempt in range(3):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                namespace=NAMESPACE,
+                object_store_memory=80 * 2**20,
+                _temp_dir=f"{folder}/{attempt}",
+            )
+        except Exception as error:
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
+        else:
+            return
+
+
 @pytest.fixture(scope="module")
 def cluster(redis_process: Redis) -> Iterator[dict[str, Any]]:
     """A Ray of our own, with the scheduler as a deployment starts it."""
     os.environ[TELEMETRY.redis_url_env] = redis_process.url
     with tempfile.TemporaryDirectory(prefix="dspark-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            namespace=NAMESPACE,
-            object_store_memory=80 * 2**20,
-            _temp_dir=folder,
-        )
+        start_ray(folder)
         try:
             ensure_cluster_scheduler(CONTROL, TELEMETRY)
             yield ray.nodes()[0]

@@ -24,7 +24,11 @@ APP_ARGS = {
                 "max_model_len_tokens": 1024,
                 "max_num_seqs": 8,
                 "kv_cache_gib": 0.25,
-                "engine": {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+                "engine": {
+                    "enable_auto_tool_choice": True,
+                    "tool_call_parser": "hermes",
+                    "max_num_batched_tokens": 256,  # longer prompts are prefilled in chunks
+                },
             },
             "prefill": {"replicas": 1, "cpu_cores": "0"},
             "verifier": {"replicas": 1, "cpu_cores": "1"},
@@ -65,6 +69,7 @@ def offline_texts(demo_model: Path, prompts: list[str]) -> list[str]:
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its worker ends with it, whatever ends it
         "KMP_BLOCKTIME": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
@@ -75,7 +80,7 @@ def offline_texts(demo_model: Path, prompts: list[str]) -> list[str]:
         capture_output=True,
         text=True,
         env=env,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

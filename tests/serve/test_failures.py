@@ -1,5 +1,6 @@
 """Clients that leave and replicas that die."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ def is_idle(app: RunningApp) -> bool:
 
 
 def request(prompt: str, **options) -> dict:
-    return {"model": "smollm2", "prompt": prompt, "max_tokens": 600, "ignore_eos": True} | options
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": 400, "ignore_eos": True} | options
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_everything_within_a_second(app: RunningApp) -> None:
@@ -104,3 +105,18 @@ def wait_for_prefill(app: RunningApp, killed: int) -> None:
         return app.stats(VERIFIER)["remote_prefills"]["done"] > done
 
     wait_until(prefilled_remotely, 30, "prefill on the new replica")
+
+
+def test_a_killed_verifier_ends_its_streams_with_an_error_event(app: RunningApp) -> None:
+    verifier = "Verifier:small--local"
+    body = request("Once upon a time", model="small/local", stream=True)
+    with httpx.stream("POST", f"{app.base_url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        for _ in range(6):
+            next(lines)
+        app.kill_replica(verifier)
+        rest = [line for line in lines if line]
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "replica_died")
+    assert rest[-1] == "data: [DONE]"
+    wait_until(lambda: app.replica_states()[verifier] == {"RUNNING": 1}, 180, "a new verifier")

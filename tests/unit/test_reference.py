@@ -10,13 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dspark_ray.drafter.checkpoint import save_drafter
+from dspark_ray.drafter.checkpoint import load_drafter, save_drafter
 from dspark_ray.drafter.model import DraftConfig, DSparkModel
 from dspark_ray.drafter.runner import DraftRunner
 from dspark_ray.errors import ExactnessError
 from dspark_ray.reference import Decoding, HFTarget, Tally, build_runner, generate_command, speculate
 
-PROMPTS = Path(__file__).resolve().parents[1] / "data" / "eval_slice.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "tests" / "data" / "eval_slice.jsonl"
+TRAINED = ROOT / "deployments" / "drafters" / "smollm2-135m"
 
 
 class Scripted:
@@ -129,10 +131,27 @@ def test_greedy_output_is_that_of_plain_decoding(language_model: Any, tokenizer:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_greedy_output_is_that_of_plain_decoding_on_50_prompts(
     language_model: Any, tokenizer: Any, drafter: DSparkModel
 ):
-    check_greedy_equality(language_model, tokenizer, drafter, prompts(50), 64)
+    check_greedy_equality(language_model, tokenizer, drafter, prompts(50), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_trained_drafter_says_what_plain_decoding_says(
+    language_model: Any, tokenizer: Any, demo_model: Path
+):
+    trained = load_drafter(TRAINED, target=demo_model, dtype=torch.float32)
+    accepted = []
+    for text in prompts(50):
+        ids = encode(tokenizer, text)
+        how = Decoding(max_new_tokens=40, stop_token_ids={tokenizer.eos_token_id})
+        got, tally = speculative(language_model, build_runner(trained), ids, how)
+        assert got == plain(language_model, ids, how)
+        accepted += tally.accept_lens
+    assert sum(accepted) / len(accepted) > 0.3  # it was trained for this target, and helps
 
 
 def test_seeded_sampling_does_not_depend_on_the_drafts(

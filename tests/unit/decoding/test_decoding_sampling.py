@@ -53,10 +53,11 @@ def test_greedy_is_one_hot_also_beside_sampled_rows():
     assert probabilities(logits[0], 0.0).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_top_p_one_keeps_the_smallest_tail():
+def test_top_p_one_keeps_the_smallest_tail_beside_a_row_with_top_p():
     # In fp32 the cumulative sum of 50 000 probabilities reaches 1 before the end.
-    probs = probabilities(torch.linspace(0, 25, 50_000), 1.0, top_p=torch.tensor(1.0), top_k=49_999)
-    assert int((probs > 0).sum()) == 49_999
+    probs = probabilities(torch.linspace(0, 25, 50_000).expand(2, -1), 1.0, top_p=torch.tensor([1.0, 0.5]))
+    assert int((probs[0] > 0).sum()) == 50_000
+    assert int((probs[1] > 0).sum()) < 2_000
 
 
 def test_draws_have_the_distribution_and_repeat_with_the_noise():

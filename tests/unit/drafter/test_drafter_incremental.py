@@ -7,10 +7,10 @@ again, against fewer slots than requests. It holds the last W features of each, 
 from dataclasses import dataclass, field
 
 import torch
+from drafter_recompute import BLOCK, VOCAB, WIDTH, from_scratch, tiny_model, tiny_runner
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tiny_drafter import BLOCK, VOCAB, WIDTH, from_scratch, tiny_model, tiny_runner
 from torch import Tensor
 
 from dspark_ray.drafter.runner import DraftItem

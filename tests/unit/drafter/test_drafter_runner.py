@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_drafter import BLOCK, VARIANTS, VOCAB, WIDTH, from_scratch, tiny_model, tiny_runner
+from drafter_recompute import BLOCK, VARIANTS, VOCAB, WIDTH, from_scratch, tiny_model, tiny_runner
 from torch import Tensor
 
 from dspark_ray.drafter.runner import DraftItem, DraftRunner

@@ -105,6 +105,17 @@ def test_each_format_has_its_own_names_and_layer_ids(
     assert config.target_layer_ids == (0, 2)
 
 
+def test_a_speculators_file_need_not_know_its_targets_depth(
+    make_model: Callable[..., DSparkModel], tmp_path: Path, target: Path
+) -> None:
+    save_drafter(make_model(draft_vocab_size=20), tmp_path / "draft")
+    change(tmp_path / "draft", num_target_layers=None)
+    assert load_drafter(tmp_path / "draft", target=target).config.num_target_layers == 4
+    change(tmp_path / "draft", aux_hidden_state_layer_ids=[1, 4])  # DeepSpec 3 is the target's last layer
+    with pytest.raises(CheckpointError, match="the last layer"):
+        load_drafter(tmp_path / "draft", target=target)
+
+
 def test_fc_is_as_wide_as_the_taps_whatever_the_depth(
     make_model: Callable[..., DSparkModel], tmp_path: Path
 ) -> None:

@@ -71,3 +71,11 @@ def test_bad_input_names_the_field(tmp_path: Path) -> None:
         load_train_config(config)
     with pytest.raises(ConfigError, match="must look like name=value"):
         load_train_config(config, ("optimizer.lr",))
+
+
+def test_shipped_recipes_are_valid() -> None:
+    folder = Path(__file__).resolve().parents[3] / "deployments/drafters"
+    recipes = sorted(folder.glob("*.toml"))
+    assert [path.stem for path in recipes] == ["qwen3-8b", "smollm2-135m"]
+    for path in recipes:
+        load_train_config(path)

@@ -1,0 +1,86 @@
+"""The shim in a real engine: what it says is what plain vLLM says, whatever happens around it.
+
+Every scenario runs in a process of its own (see target_engine.py). ``python tests/e2e/test_target_engine.py``
+runs the full sizes: 100 prompts of 64 tokens in every mode, with the drafter named in its first argument.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from target_engine import DEMO_MODEL, in_engine_process
+
+pytestmark = pytest.mark.skipif(not DEMO_MODEL.exists(), reason="run `dspark-ray fetch-demo` first")
+TRAINED = Path(__file__).parents[2] / "deployments" / "drafters" / "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def random_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter") / "random"
+    in_engine_process("target_drafting:make_random_drafter", folder=str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def drafter(random_drafter: Path) -> Path:
+    """The trained drafter of the demo model, or one that has learnt nothing."""
+    return TRAINED if (TRAINED / "model.safetensors").exists() else random_drafter
+
+
+def test_lying_drafts_change_nothing_in_any_kind_of_request():
+    """Faults 12-21: 35 kinds of request, among them penalties, biases, bans, stops, logprobs, JSON, n and lengths."""
+    result = in_engine_process("target_coupled:compare", rounds=1, prompts=2, timeout_s=500)
+    assert result["differing"] == []
+    assert result["accepted"] > 0.2 * result["drafted"] > 0
+
+
+def test_seeded_requests_survive_chunked_prefill_and_vllm_alone_does_not():
+    """The fault that the worker mends, with and without speculation."""
+    ours = in_engine_process("target_coupled:seeded_chunks", worker="ours")
+    assert ours["chunked"] == ours["whole"]
+    speculative = in_engine_process("target_coupled:seeded_chunks", worker="adversary")
+    assert speculative["chunked"] == ours["whole"]
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        in_engine_process("target_coupled:seeded_chunks", worker="plain")
+
+
+def test_every_mode_says_what_plain_decoding_says(drafter: Path):
+    """Greedy and seeded, alone and in a batch, chunked prefill, prefix hits; a remote drafter."""
+    result = in_engine_process(
+        "target_drafting:exactness", checkpoint=str(drafter), prompts=6, max_tokens=20, timeout_s=500
+    )
+    assert result["differing"] == []
+    assert result["prefix_restored"] > 0
+
+
+def test_preempted_requests_say_the_same(random_drafter: Path):
+    result = in_engine_process(
+        "target_drafting:exactness", checkpoint=str(random_drafter), prompts=5, max_tokens=100,
+        modes=["fixed_len"], placement="colocated", timeout_s=500,
+    )  # fmt: skip
+    assert result["differing"] == []
+    assert result["preempted"] > 0
+
+
+def test_a_lost_drafter_costs_steps_and_no_text(drafter: Path):
+    result = in_engine_process("target_drafting:drafter_lost", checkpoint=str(drafter), timeout_s=500)
+    assert all(result["same"])
+    assert result["misses"] > 0
+    assert result["rounds_after"] > 0
+    assert result["accept_len"]["after"] == pytest.approx(result["accept_len"]["before"], rel=0.02)
+
+
+def test_aborted_requests_leave_nothing_behind(drafter: Path):
+    """Fault 19."""
+    result = in_engine_process("target_drafting:storm_of_aborts", checkpoint=str(drafter), timeout_s=500)
+    assert {name: result[name] for name in ("contexts", "kv_usage", "running", "drafter_slots")} == {
+        "contexts": 0, "kv_usage": 0.0, "running": 0.0, "drafter_slots": 0,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    found = in_engine_process(
+        "target_drafting:exactness", checkpoint=sys.argv[1], prompts=60, max_tokens=64, timeout_s=7200
+    )
+    print(found)
+    sys.exit(bool(found["differing"]))
