@@ -21,7 +21,7 @@ APP_ARGS = {
             "target": {
                 "source": "demo:smollm2",
                 "dtype": "float32",
-                "max_model_len_tokens": 1024,
+                "max_model_len_tokens": 4096,
                 "max_num_seqs": 8,
                 "kv_cache_gib": 0.25,
                 "engine": {
@@ -45,6 +45,7 @@ APP_ARGS = {
             "verifier": {"cpu_cores": "0", "max_ongoing_requests": 2, "max_queued_requests": 2},
         },
     ],
+    "ingress": {"graceful_shutdown_timeout_s": 30},
 }
 
 

@@ -31,3 +31,8 @@ def prefill_dies_before_its_kv_is_fetched(app: str, model: str) -> dict[str, Any
     os.kill(prefill.stats.remote().result()["pid"], signal.SIGKILL)
     time.sleep(1)
     return {"stale": answer(done.transfer), "local": answer(None)}
+
+
+def begin_to_delete(app: str) -> None:
+    """Have Serve stop the application; its replicas drain."""
+    serve.delete(app, _blocking=False)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from serving_harness import RunningApp, wait_until
 
@@ -16,6 +17,24 @@ LONG = " ".join(f"item{number}" for number in range(150))
 def is_idle(app: RunningApp) -> bool:
     gauges = ("requests_queued", "requests_waiting", "requests_running", "kv_usage")
     return not any(app.stats(name).get(gauge) for name in (PREFILL, VERIFIER) for gauge in gauges)
+
+
+def engine_worker(app: RunningApp, deployment: str) -> psutil.Process:
+    """The process that runs the model, below the replica's."""
+    family = psutil.Process(app.stats(deployment)["pid"]).children(recursive=True)
+    (worker,) = [process for process in family if "VLLM::Worker" in process.cmdline()]
+    return worker
+
+
+def test_idle_engines_rest_each_on_its_own_core(app: RunningApp) -> None:
+    """NIXL on the CPU would gather them on one core and spin there (see `DSparkCPUWorker`)."""
+    wait_until(lambda: is_idle(app), 20, "idle before the test")
+    for deployment, core in ((PREFILL, 0), (VERIFIER, 1)):
+        worker = engine_worker(app, deployment)
+        assert worker.cpu_affinity() == [core]
+        before = sum(worker.cpu_times()[:2])
+        time.sleep(3)
+        assert sum(worker.cpu_times()[:2]) - before < 0.5
 
 
 def request(prompt: str, **options) -> dict:

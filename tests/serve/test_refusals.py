@@ -19,7 +19,7 @@ WRONG = {
     "no model": (CHAT, {"messages": HELLO["messages"]}, 400, "model"),
     "negative max_tokens": (CHAT, HELLO | {"max_tokens": -1}, 400, "max_tokens"),
     "no messages": (CHAT, HELLO | {"messages": []}, 400, None),
-    "prompt longer than the context": (COMPLETIONS, PROMPT | {"prompt": "word " * 1500}, 400, None),
+    "prompt longer than the context": (COMPLETIONS, PROMPT | {"prompt": "word " * 5000}, 400, None),
     "answer longer than the context": (COMPLETIONS, PROMPT | {"max_tokens": 5000}, 400, None),
     "token out of the vocabulary": (COMPLETIONS, PROMPT | {"prompt": [99_999_999]}, 400, None),
     "no prompt": (COMPLETIONS, PROMPT | {"prompt": []}, 400, None),
@@ -75,7 +75,7 @@ def test_the_official_client_raises_its_own_errors_and_goes_on(app: RunningApp) 
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**HELLO | {"model": "nope"})
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(**PROMPT | {"prompt": "word " * 1500}, stream=True)
+        client.completions.create(**PROMPT | {"prompt": "word " * 5000}, stream=True)
     assert caught.value.code == "context_length_exceeded"
     assert client.chat.completions.create(**HELLO).usage.completion_tokens == 4
     assert app.stats("Verifier:smollm2")["remote_prefills"].get("failed", 0) == 0

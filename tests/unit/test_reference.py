@@ -208,6 +208,24 @@ def test_features_and_positions_stay_in_step(language_model: Any, tokenizer: Any
         torch.testing.assert_close(result.hidden[0, :n], again.hidden[0, :n], atol=1e-3, rtol=1e-3)
 
 
+def test_context_features_come_from_the_output_of_the_named_layers(language_model: Any, drafter: DSparkModel):
+    """Fault 6 at the target: layer l (from 0) is tapped behind it, in the order of the ids."""
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        language_model.model.layers[layer].register_forward_hook(
+            lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in drafter.config.target_layer_ids
+    ]
+    try:
+        _, features = HFTarget(language_model, drafter).extend([5, 6, 7, 8])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    taps = torch.cat([out.reshape(4, -1) for out in outputs], dim=-1)
+    torch.testing.assert_close(features, drafter.project(taps))
+
+
 def test_the_contexts_end_is_reached_and_not_passed(
     language_model: Any, tokenizer: Any, drafter: DSparkModel
 ):
