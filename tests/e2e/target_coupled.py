@@ -158,3 +158,36 @@ def seeded_chunks(worker: str) -> dict:
         "chunked": chunked,
         "whole": [list(o.outputs[0].token_ids) for o in generate(engine, texts, params)],
     }
+
+
+def unseeded(samples: int = 4000, seed: int = 7) -> dict:
+    """Token counts at positions 2 to 4 of unseeded answers, without and with drafts that are the likeliest text."""
+    from collections import Counter
+
+    from vllm import SamplingParams
+
+    prompt = "Once upon a time there was a"
+    settings = {"max_num_seqs": 64, "max_model_len": 64, "max_num_batched_tokens": 1024}
+    counts = {}
+    for name in ("plain", "speculative"):
+        extra = {"seed": seed} if name == "plain" else {
+            "seed": seed + 1,
+            "worker_cls": "target_adversary.LikelyWorker",
+            "speculative_config": {
+                "method": "custom_class", "model": "target_adversary.Proposer", "num_speculative_tokens": 3,
+            },
+        }  # fmt: skip
+        engine = make_engine(**settings, **extra)
+        if name == "plain":
+            likely = generate(engine, [prompt], [SamplingParams(temperature=0.0, max_tokens=4)])[0]
+            target_adversary.ORACLE[0] = list(likely.outputs[0].token_ids)
+        params = SamplingParams(
+            temperature=0.8, top_p=0.95, max_tokens=4, ignore_eos=True, extra_args={"twin": 0}
+        )
+        outputs = generate(engine, [prompt] * samples, [params] * samples)
+        rows = [list(output.outputs[0].token_ids) for output in outputs]
+        counts[name] = [dict(Counter(row[k] for row in rows)) for k in (1, 2, 3)]
+        metrics = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
+        del engine
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    return {"counts": counts, "accepted": accepted}
