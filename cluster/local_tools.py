@@ -82,7 +82,7 @@ def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[i
 def stop(state: str, polite_s: float = 15.0) -> int:
     """End the cluster's processes: politely, then for good. The exit status is 1 if any is left."""
     running = cluster_processes(state)
-    for sig, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
+    for sig, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 60.0)):
         deadline = time.monotonic() + patience_s
         signalled: set[int] = set()
         while running and time.monotonic() < deadline:
