@@ -392,3 +392,48 @@ def ratio(checkpoint, mended=True):
     engine = engine_with(checkpoint, options={"exactness": "ratio"})
     got = ids(generate(engine, texts, params))
     return {"same_greedy": [a == b for a, b in zip(expected[1::2], got[1::2], strict=True)]}
+
+
+def prefill_offers(checkpoint):
+    """A prefill engine's hand-off against the projection of Hugging Face hidden states."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    from dspark_ray.drafter.checkpoint import load_draft_config, load_projection
+    from dspark_ray.drafter.wire import fingerprint
+    from dspark_ray.target.handoff import HandoffFetcher
+
+    checkpoint, texts = Path(checkpoint), chat_prompts(3)
+    engine = engine_with(
+        checkpoint, placement="prefill", max_num_batched_tokens=48, enable_prefix_caching=True,
+        options={"window_tokens": 80}, **{"block_size": 32},
+    )  # fmt: skip
+    (endpoint,) = engine.collective_rpc("dspark_handoff_endpoint")
+    fetcher = HandoffFetcher(fingerprint=fingerprint(checkpoint, DEMO_MODEL), width=576, secret="s3cret")
+    target = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    projection = load_projection(checkpoint, dtype=torch.float32)
+    layers = load_draft_config(checkpoint).target_layer_ids
+    errors = []
+    for turn in ("cold", "cached"):
+        params = [
+            SamplingParams(max_tokens=1, extra_args={"dspark_handoff": f"{turn}-{i}"})
+            for i in range(len(texts))
+        ]
+        generate(engine, texts, params)
+        for i, text in enumerate(texts):
+            fetcher.ask(endpoint, f"{turn}-{i}")
+            deadline, found = time.monotonic() + 5, []
+            while not found and time.monotonic() < deadline:
+                found = fetcher.arrived()
+            _, base, rows = found[0]
+            with torch.inference_mode():
+                hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+                wanted = projection(torch.cat([hidden[layer + 1][0] for layer in layers], dim=-1))
+            error = (rows.float() - wanted[base:]).abs().max() / wanted.abs().max()
+            errors.append(
+                {"turn": turn, "end": base + len(rows) - len(text), "rows": len(rows), "error": float(error)}
+            )
+    report = msgspec.msgpack.decode(engine.collective_rpc("dspark_stats")[0])
+    fetcher.close()
+    return {"errors": errors, "handoffs": report["handoffs"], "lengths": [len(text) for text in texts]}

@@ -87,6 +87,16 @@ def test_acceptance_is_that_of_evaluate(drafter: Path):
     assert result["prefix_hits"] == pytest.approx(result["chunked"], rel=0.005)
 
 
+def test_a_prefill_engine_offers_the_projected_hidden_states(random_drafter: Path):
+    """Faults 6-9: layers, positions, all chunks, prefix hits; fetched over the socket, against transformers."""
+    result = in_engine_process("target_drafting:prefill_offers", checkpoint=str(random_drafter))
+    assert [error["rows"] for error in result["errors"]] == [
+        min(80, length) for length in result["lengths"]
+    ] * 2
+    assert all(error["end"] == 0 and error["error"] < 0.01 for error in result["errors"])
+    assert result["handoffs"] == {"waiting": 0, "offered": 6, "fetched": 6, "expired": 0}
+
+
 def test_the_ratio_rule_leaves_greedy_neighbours_alone(random_drafter: Path):
     """vLLM's CPU kernel gives draft rows uninitialised parameters; the mended function does not."""
     assert all(in_engine_process("target_drafting:ratio", checkpoint=str(random_drafter))["same_greedy"])
