@@ -143,6 +143,7 @@ gcs_port=$gcs_port dashboard_port=$dashboard_port
 TEXT
     )
     trap 'say "that failed, stopping what was started"; stop_all' EXIT
+    ln -sfn "$ray_tmp" "$state/ray"
     start_redis
     local cores cpus
     cores=$(nproc)
@@ -212,7 +213,7 @@ stop_all() {
     tools stop "$state"
     rm -rf "$state/ray-logs"
     if [ -d "$ray_tmp/session_latest/logs" ]; then cp -rL "$ray_tmp/session_latest/logs" "$state/ray-logs" || true; fi
-    rm -rf "$ray_tmp" "$state/cluster.env"
+    rm -rf "$ray_tmp" "$state/ray" "$state/cluster.env"
 }
 
 down() {

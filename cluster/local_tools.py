@@ -49,7 +49,9 @@ def wait_port(port: str, timeout_s: float) -> int:
 def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[int, str]:
     """Processes that carry this state folder's mark in their environment, and all their descendants.
 
-    Descendants are needed too: setting a process title overwrites a process's visible environment.
+    Setting a process title overwrites a process's visible environment, hence the descendants; and hence also
+    orphans with open files in the Ray folder (``state/ray``), which finds Ray's agents when the raylet
+    that started them has died.
 
     Args:
         state: The state folder.
@@ -59,6 +61,8 @@ def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[i
         Id and start time, which together name a process for good, of all that run.
     """
     mark = f"{MARK}={state}".encode()
+    ray_folder = Path(state) / "ray"
+    logs = f"{ray_folder.resolve()}/" if ray_folder.is_symlink() else None
     parents: dict[int, int] = {}
     starts: dict[int, str] = {}
     found: set[int] = set()
@@ -69,7 +73,8 @@ def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[i
             if fields[0] == "Z":  # ended, and only waits for its parent to notice
                 continue
             parents[pid], starts[pid] = int(fields[1]), fields[19]
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            marked = mark in (folder / "environ").read_bytes().split(b"\0")
+            if marked or (logs is not None and parents[pid] == 1 and _has_open(folder, logs)):
                 found.add(pid)
         except OSError:  # gone meanwhile, or another user's
             continue
@@ -79,10 +84,19 @@ def cluster_processes(state: str, known: dict[int, str] | None = None) -> dict[i
     return {pid: starts[pid] for pid in sorted(found - {os.getpid()}) if pid in starts}
 
 
+def _has_open(process: Path, prefix: str) -> bool:
+    """Whether a process (its folder in /proc) has a file open whose path begins so."""
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if str(descriptor.readlink()).startswith(prefix):
+                return True
+    return False
+
+
 def stop(state: str, polite_s: float = 15.0) -> int:
     """End the cluster's processes: politely, then for good. The exit status is 1 if any is left."""
     running = cluster_processes(state)
-    for sig, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
+    for sig, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 60.0)):
         deadline = time.monotonic() + patience_s
         signalled: set[int] = set()
         while running and time.monotonic() < deadline:

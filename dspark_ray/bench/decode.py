@@ -39,8 +39,9 @@ class Child:
         openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
         if openmp.is_file():
             environment["LD_PRELOAD"] = str(openmp)
-        if role == "drafter":
-            environment["OMP_NUM_THREADS"] = "1"
+        threads = 1 if role == "drafter" else arguments["threads"]
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         command = [sys.executable, "-m", "dspark_ray.bench.decode_child", role, json.dumps(arguments)]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -116,10 +117,13 @@ def compare(
 def _summary(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over rounds: each round is compared with plain decoding in the same round."""
     ratios = [p["seconds"] / r["seconds"] for r, p in zip(runs, plain, strict=True)]
+    cpu = [p["cpu_seconds"] / r["cpu_seconds"] for r, p in zip(runs, plain, strict=True)]
     same = [a == b for r, p in zip(runs, plain, strict=True) for a, b in zip(r["ids"], p["ids"], strict=True)]
     summary: dict[str, Any] = {
         "tokens_per_s": round(sum(r["tokens"] for r in runs) / sum(r["seconds"] for r in runs), 1),
         "speedup": round(statistics.median(ratios), 3),
+        # of the engine's process: what the ratio would be if it did not share its cores
+        "speedup_by_cpu_time": round(statistics.median(cpu), 3),
         "same_text": f"{sum(same)}/{len(same)}",
         "tokens_per_step": round(sum(r["tokens"] for r in runs) / sum(r["steps"] for r in runs), 3),
     }

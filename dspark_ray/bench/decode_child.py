@@ -48,8 +48,6 @@ class Engine:
     def __init__(self, arguments: dict[str, Any]):
         from vllm import LLM
 
-        if arguments["threads"]:
-            torch.set_num_threads(arguments["threads"])
         self._method = method = arguments["method"]
         block_size = arguments["block_size"] or load_draft_config(Path(arguments["drafter"])).num_draft_tokens
         options = TargetOptions()
@@ -83,9 +81,12 @@ class Engine:
         prompts = [self._prompts[(first + i) % len(self._prompts)] for i in range(streams)]
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         before, steps = self._shim(), self._steps()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        result: dict[str, Any] = {"seconds": time.perf_counter() - began}
+        result: dict[str, Any] = {
+            "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - cpu_began,
+        }
         result["ids"] = [list(output.outputs[0].token_ids) for output in outputs]
         result["tokens"] = sum(map(len, result["ids"]))
         result["steps"] = self._steps() - steps

@@ -57,6 +57,8 @@ class RoleSize:
     serve_requests: float
     """Requests that Serve counts, queued at the callers' handles or under way."""
     telemetry: RoleTelemetry
+    serve_target: float = 0.0
+    """Requests that Serve's own policy would give one replica; what counts while there is no telemetry."""
 
 
 def summarise(members: Sequence[Member]) -> RoleTelemetry:
@@ -128,7 +130,7 @@ def _size_verifiers(size: RoleSize, targets: AutoscalingTargets, tau_max: float 
     now = size.telemetry
     requests = max(size.serve_requests, now.requests)
     if now.reporting == 0 or now.seats == 0:
-        return size.target, "no telemetry: unchanged"
+        return _size_blindly(size, targets)
     if requests == 0:
         return 0, "idle"
     by_seats = requests / (targets.verifier_seat_share * now.seats)
@@ -145,6 +147,14 @@ def _size_verifiers(size: RoleSize, targets: AutoscalingTargets, tau_max: float 
         wanted += 1
     state = f"; {now.tokens_per_s:.0f} tokens/s, tau {now.tau:.2f}"
     return wanted, what + (f", {slow}" if slow else "") + state
+
+
+def _size_blindly(size: RoleSize, targets: AutoscalingTargets) -> tuple[int, str]:
+    """What Serve's own policy would do with its count of requests; nothing goes to zero on that alone."""
+    if size.serve_target <= 0:
+        return size.target, "no telemetry: unchanged"
+    wanted = _replicas(size.serve_requests / size.serve_target, size.target, targets.downscale_margin)
+    return max(min(1, size.target), wanted), f"no telemetry: Serve counts {size.serve_requests:.0f} requests"
 
 
 def _latency_trouble(now: RoleTelemetry, targets: AutoscalingTargets) -> str:
@@ -164,7 +174,7 @@ def _size_prefill(size: RoleSize, busy: bool, targets: AutoscalingTargets) -> tu
     if size.target == 0:
         return (1, "requests at the verifiers") if busy or prompts > 0 else (0, "idle")
     if now.reporting == 0:
-        return size.target, "no telemetry: unchanged"
+        return _size_blindly(size, targets)
     if prompts == 0:
         return (1, "no prompts, but requests at the verifiers") if busy else (0, "idle")
     wanted = _replicas(prompts / targets.prefill_requests_per_replica, size.target, targets.downscale_margin)

@@ -95,6 +95,7 @@ def _size(context: Any, telemetry: RoleTelemetry | None) -> RoleSize:
         target=context.target_num_replicas,
         serve_requests=float(context.total_num_requests),
         telemetry=telemetry or RoleTelemetry(),
+        serve_target=float(context.config.get_target_ongoing_requests()),
     )
 
 

@@ -21,6 +21,7 @@ from dspark_ray.target.drafter_client import ClientCounters, DraftQuestion
 logger = logging.getLogger(__name__)
 _MISSES_UNTIL_DOWN = 3
 _RETRY_S = 0.25
+_FINISHED_HELD = 4096
 _BACK_OFF_REASONS = frozenset({"fingerprint", "version", "malformed"})
 
 
@@ -161,7 +162,9 @@ class RemoteDrafters:
         self._forgotten.discard(key)
         if (name := self._owner.pop(key, None)) is not None and name in self._links:
             self._links[name].keys.discard(key)
-            self._links[name].finished.append(key)
+            finished = self._links[name].finished
+            finished.append(key)
+            del finished[:-_FINISHED_HELD]  # a drafter that stays away expires its slots by itself
 
     def _abandon(self, link: _Link) -> None:
         """Take all requests away from a drafter."""

@@ -55,4 +55,22 @@ class AdversarialWorker(DSparkCPUWorker):
             ours.DSparkCPUModelRunner = DSparkCPUModelRunner
 
 
+class LikelyRunner(AdversarialRunner):
+    """Drafts what greedy decoding would say, wherever the request has got to."""
+
+    def _drafts(self, request_id):
+        request = self.requests[request_id]
+        truth = ORACLE[request.sampling_params.extra_args["twin"]]
+        return truth[len(request.output_token_ids) :][: self.num_spec_tokens]
+
+
+class LikelyWorker(DSparkCPUWorker):
+    def init_device(self):
+        ours.DSparkCPUModelRunner = LikelyRunner
+        try:
+            super().init_device()
+        finally:
+            ours.DSparkCPUModelRunner = DSparkCPUModelRunner
+
+
 assert issubclass(AdversarialRunner, CPUModelRunner)

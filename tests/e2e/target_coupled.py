@@ -20,7 +20,7 @@ SCHEMA = {
 
 def variants():
     """Name -> (fields of SamplingParams, fields that travel in extra_args under speculation)."""
-    greedy, warm = {"temperature": 0.0, "max_tokens": 40}, {"temperature": 1.0, "max_tokens": 40}
+    greedy, warm = {"temperature": 0.0, "max_tokens": 24}, {"temperature": 1.0, "max_tokens": 24}
     cases = {
         "greedy": (greedy, {}),
         "seed": (warm | {"seed": 1}, {}),
@@ -40,7 +40,7 @@ def variants():
         "bias_min_p_seed": (warm | {"seed": 9, "top_p": 0.95}, {"logit_bias": {30: 4.0}, "min_p": 0.02}),
         "bad_words": (greedy | {"bad_words": ["the", " the", " a", " is the"]}, {}),
         "bad_words_seed": (warm | {"seed": 10, "bad_words": [" the", ".", ","]}, {}),
-        "min_tokens": (warm | {"seed": 11, "min_tokens": 25, "stop_token_ids": [28, 30, 198, 260]}, {}),
+        "min_tokens": (warm | {"seed": 11, "min_tokens": 15, "stop_token_ids": [28, 30, 198, 260]}, {}),
         "stop_ids": (warm | {"seed": 12, "stop_token_ids": [28, 30, 198]}, {}),
         "stop_string": (warm | {"seed": 13, "stop": [" and", ". ", "\n"]}, {}),
         "stop_string_kept": (greedy | {"stop": ["is", "\n"], "include_stop_str_in_output": True}, {}),
@@ -48,8 +48,8 @@ def variants():
         "allowed": (warm | {"seed": 15, "allowed_token_ids": list(range(200, 900))}, {}),
         "logprobs_greedy": (greedy | {"logprobs": 3}, {}),
         "logprobs_seed": (warm | {"seed": 16, "logprobs": 2, "stop": [" of"]}, {}),
-        "json_greedy": (greedy | {"json": True, "max_tokens": 60}, {}),
-        "json_seed": (warm | {"json": True, "seed": 17, "max_tokens": 60}, {}),
+        "json_greedy": (greedy | {"json": True, "max_tokens": 40}, {}),
+        "json_seed": (warm | {"json": True, "seed": 17, "max_tokens": 40}, {}),
         "n3": (warm | {"seed": 18, "n": 3}, {}),
     }  # fmt: skip
     for length in range(1, 10):
@@ -158,3 +158,36 @@ def seeded_chunks(worker: str) -> dict:
         "chunked": chunked,
         "whole": [list(o.outputs[0].token_ids) for o in generate(engine, texts, params)],
     }
+
+
+def unseeded(samples: int = 4000, seed: int = 7) -> dict:
+    """Token counts at positions 2 to 4 of unseeded answers, without and with drafts that are the likeliest text."""
+    from collections import Counter
+
+    from vllm import SamplingParams
+
+    prompt = "Once upon a time there was a"
+    settings = {"max_num_seqs": 64, "max_model_len": 64, "max_num_batched_tokens": 1024}
+    counts = {}
+    for name in ("plain", "speculative"):
+        extra = {"seed": seed} if name == "plain" else {
+            "seed": seed + 1,
+            "worker_cls": "target_adversary.LikelyWorker",
+            "speculative_config": {
+                "method": "custom_class", "model": "target_adversary.Proposer", "num_speculative_tokens": 3,
+            },
+        }  # fmt: skip
+        engine = make_engine(**settings, **extra)
+        if name == "plain":
+            likely = generate(engine, [prompt], [SamplingParams(temperature=0.0, max_tokens=4)])[0]
+            target_adversary.ORACLE[0] = list(likely.outputs[0].token_ids)
+        params = SamplingParams(
+            temperature=0.8, top_p=0.95, max_tokens=4, ignore_eos=True, extra_args={"twin": 0}
+        )
+        outputs = generate(engine, [prompt] * samples, [params] * samples)
+        rows = [list(output.outputs[0].token_ids) for output in outputs]
+        counts[name] = [dict(Counter(row[k] for row in rows)) for k in (1, 2, 3)]
+        metrics = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
+        del engine
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    return {"counts": counts, "accepted": accepted}

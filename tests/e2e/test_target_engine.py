@@ -78,6 +78,50 @@ def test_aborted_requests_leave_nothing_behind(drafter: Path):
     }  # fmt: skip
 
 
+def test_acceptance_is_that_of_evaluate(drafter: Path):
+    """Faults 1, 7-10: in the engine, chunked and after prefix hits, a round gives as many tokens as in one process."""
+    result = in_engine_process("target_drafting:acceptance", checkpoint=str(drafter), timeout_s=500)
+    assert result["same"] == [12, 12]
+    assert result["restored"] == [0, 12]
+    assert result["chunked"] == pytest.approx(result["evaluate"], rel=0.02)
+    assert result["prefix_hits"] == pytest.approx(result["chunked"], rel=0.005)
+
+
+def test_a_prefill_engine_offers_the_projected_hidden_states(random_drafter: Path):
+    """Faults 6-9: layers, positions, all chunks, prefix hits; fetched over the socket, against transformers."""
+    result = in_engine_process("target_drafting:prefill_offers", checkpoint=str(random_drafter))
+    assert [error["rows"] for error in result["errors"]] == [
+        min(80, length) for length in result["lengths"]
+    ] * 2
+    assert all(error["end"] == 0 and error["error"] < 0.01 for error in result["errors"])
+    assert result["handoffs"] == {"waiting": 0, "offered": 6, "fetched": 6, "expired": 0}
+
+
+def test_the_ratio_rule_leaves_greedy_neighbours_alone(random_drafter: Path):
+    """vLLM's CPU kernel gives draft rows uninitialised parameters; the mended function does not."""
+    assert all(in_engine_process("target_drafting:ratio", checkpoint=str(random_drafter))["same_greedy"])
+
+
+@pytest.mark.slow
+def test_unseeded_answers_are_distributed_as_without_speculation():
+    """Two-sample chi-square of tokens 2 to 4, 4,000 answers each, bins of at least 40, alpha 0.001."""
+    result = in_engine_process("target_coupled:unseeded", timeout_s=1200)
+    assert result["accepted"] > 400
+    for plain, speculative in zip(result["counts"]["plain"], result["counts"]["speculative"], strict=True):
+        statistic, freedom = _two_sample_chi_square(plain, speculative)
+        # Wilson-Hilferty: the cube root of chi-square over its freedom is nearly normal
+        z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
+        assert z < 3.09
+
+
+def _two_sample_chi_square(a: dict[str, int], b: dict[str, int]) -> tuple[float, int]:
+    """Statistic and degrees of freedom of two samples of equal size; rare tokens share one bin."""
+    both = {token: a.get(token, 0) + b.get(token, 0) for token in a.keys() | b.keys()}
+    bins = [(a.get(token, 0), b.get(token, 0)) for token, count in both.items() if count >= 80]
+    bins.append((sum(a.values()) - sum(x for x, _ in bins), sum(b.values()) - sum(y for _, y in bins)))
+    return sum((x - y) ** 2 / (x + y) for x, y in bins if x + y), len(bins) - 1
+
+
 if __name__ == "__main__":
     found = in_engine_process(
         "target_drafting:exactness", checkpoint=sys.argv[1], prompts=60, max_tokens=64, timeout_s=7200

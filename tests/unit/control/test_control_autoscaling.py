@@ -80,6 +80,17 @@ def test_no_telemetry_changes_nothing() -> None:
     assert {reason for _, reason in sizes.values()} == {"no telemetry: unchanged"}
 
 
+def test_without_telemetry_serves_own_count_sizes_what_serve_counts() -> None:
+    silent = RoleSize(2, 50.0, RoleTelemetry(), serve_target=10.0)
+    sizes = wanted(verifier=silent, prefill=silent, drafter=silent)
+    assert (sizes["verifier"][0], sizes["prefill"][0], sizes["drafter"][0]) == (5, 5, 2)
+    assert "Serve counts 50 requests" in sizes["verifier"][1]
+    quiet = RoleSize(3, 0.0, RoleTelemetry(), serve_target=10.0)
+    assert wanted(verifier=quiet)["verifier"][0] == 1, (
+        "but not to zero: it may be busy with what is streaming"
+    )
+
+
 def test_drafters_follow_slots_misses_and_the_verifiers_to_come() -> None:
     pool = {"reporting": 1, "slots": 8.0}
     busy = verifiers(running=4, waiting=8)
@@ -193,8 +204,13 @@ def test_serve_applies_the_policy_with_its_own_delays(monkeypatch: pytest.Monkey
     sizer = RoleSizer(target_ttft_s=1.0)
     policy = _apply_app_level_autoscaling_config(sizer)
     ids = {role: DeploymentID(name=f"{role}:m", app_name="llm") for role in ("Verifier", "Drafter")}
-    contexts = {ids["Verifier"]: context(1, 12.0), ids["Drafter"]: context(1, upscale_delay_s=60)}
-    assert policy(contexts)[0] == {ids["Verifier"]: 1, ids["Drafter"]: 1}, "nothing is known yet"
+    contexts = {
+        ids["Verifier"]: context(1, 12.0, target_ongoing_requests=16),
+        ids["Drafter"]: context(1, upscale_delay_s=60),
+    }
+    assert policy(contexts)[0] == {ids["Verifier"]: 1, ids["Drafter"]: 1}, (
+        "nothing is known yet, and Serve is content"
+    )
     sizer.take(
         {
             "Verifier:m": RoleTelemetry(reporting=1, seats=4, running=4, waiting=8, tau=0.75, ttft_s=3.0),
@@ -223,7 +239,7 @@ def test_the_policy_never_waits_and_forgets_stale_telemetry(monkeypatch: pytest.
     later = time.monotonic() + 60.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert sizer({ids: context(1)})[0][ids] == 1
-    assert sizer.decisions["Verifier:m"].reason == "no telemetry: unchanged"
+    assert sizer.decisions["Verifier:m"].reason == "no telemetry: Serve counts 0 requests"
 
 
 def test_deployment_names_and_unknown_targets() -> None:
