@@ -20,13 +20,14 @@ class Speaker:
     async def chat(self, body: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
         from ray.serve.llm.openai_api_models import ChatCompletionResponse
 
+        most = body.max_completion_tokens or body.max_tokens
         if not body.stream:
-            message = {"role": "assistant", "content": f"hello, at most {body.max_tokens}"}
+            message = {"role": "assistant", "content": f"hello, at most {most}"}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             yield ChatCompletionResponse(model=body.model, choices=[choice], usage=usage)
             return
-        for _ in range(body.max_tokens):
+        for _ in range(most):
             delta = {"index": 0, "delta": {"content": "hello "}, "finish_reason": None}
             chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body.model}
             yield f"data: {json.dumps({**chunk, 'choices': [delta]})}\n\n"
