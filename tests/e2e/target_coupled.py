@@ -182,7 +182,7 @@ def unseeded(samples: int = 4000, seed: int = 7) -> dict:
             likely = generate(engine, [prompt], [SamplingParams(temperature=0.0, max_tokens=4)])[0]
             target_adversary.ORACLE[0] = list(likely.outputs[0].token_ids)
         params = SamplingParams(
-            temperature=0.8, top_p=0.95, max_tokens=4, ignore_eos=True, extra_args={"twin": 0}
+            temperature=0.8, top_k=40, max_tokens=4, ignore_eos=True, extra_args={"twin": 0}
         )
         outputs = generate(engine, [prompt] * samples, [params] * samples)
         rows = [list(output.outputs[0].token_ids) for output in outputs]

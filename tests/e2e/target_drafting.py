@@ -437,3 +437,22 @@ def prefill_offers(checkpoint):
     report = msgspec.msgpack.decode(engine.collective_rpc("dspark_stats")[0])
     fetcher.close()
     return {"errors": errors, "handoffs": report["handoffs"], "lengths": [len(text) for text in texts]}
+
+
+def tensor_parallel(checkpoint, ranks=3):
+    """Three ranks, of which the first drafts; greedy and seeded text as with one rank and no speculation."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # read when vllm is imported
+    checkpoint, texts = Path(checkpoint), chat_prompts(4)
+    params = mixed_params(4, 16)
+    plain = make_engine()
+    expected = ids(generate(plain, texts, params))
+    del plain
+    engine = engine_with(checkpoint, tensor_parallel_size=ranks)
+    got = ids(generate(engine, texts, params))
+    reports = engine.collective_rpc("dspark_stats")
+    shim = msgspec.msgpack.decode(reports[0])["shim"]
+    engine.llm_engine.engine_core.shutdown()
+    return {
+        "same": [a == b for a, b in zip(expected, got, strict=True)], "accepted": shim["tokens_accepted"],
+        "talking": [report is not None for report in reports],
+    }  # fmt: skip

@@ -103,6 +103,15 @@ def test_the_ratio_rule_leaves_greedy_neighbours_alone(random_drafter: Path):
 
 
 @pytest.mark.slow
+def test_tensor_parallel_ranks_agree(drafter: Path):
+    """Three ranks (the model has three key/value heads); only the first one drafts."""
+    result = in_engine_process("target_drafting:tensor_parallel", checkpoint=str(drafter))
+    assert all(result["same"])
+    assert result["talking"] == [True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_unseeded_answers_are_distributed_as_without_speculation():
     """Two-sample chi-square of tokens 2 to 4, 4,000 answers each, bins of at least 40, alpha 0.001."""
     result = in_engine_process("target_coupled:unseeded", timeout_s=1200)
