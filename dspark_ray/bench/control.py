@@ -96,7 +96,9 @@ def bench_tick(replicas: int, ticks: int, control: ControlConfig) -> Times:
 
 def bench_ruling(replicas: int, ticks: int, control: ControlConfig, url: str) -> Times:
     """Times of the whole tick: read and decode from Redis, decide, encode and publish."""
-    telemetry = TelemetryConfig(key_prefix="bench-control", sample_lifetime_s=60.0, history_samples=0)
+    telemetry = TelemetryConfig(
+        key_prefix="bench-control", sample_lifetime_s=60.0, history_samples=0, timeout_s=30.0
+    )
     # Between two ticks this process plays a thousand replicas, which takes longer than a real pause.
     patient = control.model_copy(update={"lease_lifetime_s": 30.0})
     store = TelemetryStore(url, telemetry, patient)

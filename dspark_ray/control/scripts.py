@@ -21,9 +21,7 @@ return epoch
 # KEYS lease, policies. ARGV owner, epoch, lease ms, policies ms, number of fields to delete, those fields,
 # then field, value, ... Fenced: writes nothing unless the caller still rules in that very epoch.
 PUBLISH = """
-if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then
-  return 0
-end
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 local first = 6 + tonumber(ARGV[5])
 for i = 6, first - 1 do redis.call('HDEL', KEYS[2], ARGV[i]) end

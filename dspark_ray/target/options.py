@@ -5,8 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from dspark_ray.config import FrozenModel, SchedulingConfig
+from dspark_ray.config import FrozenModel, ModelConfig, SchedulingConfig
 from dspark_ray.errors import ConfigError
+from dspark_ray.sources import resolve_source
 
 PROPOSER_CLASS = "dspark_ray.target.proposer.DSparkProposer"
 SCHEDULER_CLASS = "dspark_ray.target.scheduler.DSparkScheduler"
@@ -62,6 +63,39 @@ class TargetOptions(FrozenModel):
         if self.placement != "none" and self.checkpoint is None:
             raise ValueError(f"checkpoint is needed with placement {self.placement!r}")
         return self
+
+
+def target_options(
+    model: ModelConfig, *, prefills: bool, secret_env: str, host: str = "127.0.0.1"
+) -> TargetOptions:
+    """What one model's engines are told; the drafters of a remote pool follow at run time.
+
+    Args:
+        model: as configured.
+        prefills: whether this is a prefill replica's engine.
+        secret_env: SecurityConfig.secret_env.
+        host: address of this node, on which a prefill worker offers prompt features.
+
+    Raises:
+        ConfigError: the drafter's source is not there.
+    """
+    drafter = model.drafter
+    if drafter.source is None or drafter.placement not in ("remote", "colocated"):
+        return TargetOptions()
+    checkpoint = resolve_source(drafter.source, f"model {model.id}: drafter.source")
+    return TargetOptions.model_validate(
+        {
+            "placement": "prefill" if prefills else drafter.placement,
+            "checkpoint": checkpoint,
+            "exactness": model.exactness,
+            "scheduling": model.scheduling,
+            "window_tokens": drafter.window_tokens,
+            "cache_mib": drafter.cache_mib,
+            "deadline_ms": drafter.deadline_ms,
+            "secret_env": secret_env,
+            "handoff_bind": f"tcp://{host}:*",
+        }
+    )
 
 
 def engine_arguments(options: TargetOptions, block_size: int, *, gpu: bool = False) -> dict[str, Any]:

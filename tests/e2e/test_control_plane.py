@@ -37,6 +37,8 @@ from dspark_ray.serving.telemetry import SampleExporter
 
 CONTROL = ControlConfig(queue_max_requests=8, policy_lifetime_s=2.0)
 TELEMETRY = TelemetryConfig(key_prefix="e2e", sample_interval_s=0.1, sample_lifetime_s=3.0, timeout_s=0.5)
+# A start of Ray that timed out leaves process objects behind, which complain when they are collected.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PATIENCE_S = 60.0
 """The machine may be busy; what matters is that it happens without anybody's help."""
 

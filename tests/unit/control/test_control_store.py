@@ -132,6 +132,15 @@ def test_one_rules_and_a_deposed_scheduler_writes_nothing(store: TelemetryStore)
     assert store.acquire("first") is not None
 
 
+def test_an_epoch_is_fenced_also_from_its_own_successor(store: TelemetryStore) -> None:
+    before = store.acquire("a")
+    again = store.acquire("a")
+    assert before is not None
+    assert again is not None
+    assert not store.publish(before, {"v0": policy()}, {})
+    assert store.publish(again, {}, {})
+
+
 def test_publishing_keeps_the_lease(store: TelemetryStore) -> None:
     lease = store.acquire("a")
     assert lease is not None

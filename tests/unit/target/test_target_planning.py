@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dspark_ray.config import SchedulingConfig
+from dspark_ray.config import ModelConfig, SchedulingConfig
 from dspark_ray.errors import CheckpointError, ConfigError
 from dspark_ray.protocol import TargetControl
 from dspark_ray.target.assemble import plan
 from dspark_ray.target.deadline import LEAST_S, MOST_S, Deadline
-from dspark_ray.target.options import TargetOptions, engine_arguments, options_of
+from dspark_ray.target.options import TargetOptions, engine_arguments, options_of, target_options
 from dspark_ray.target.step_profile import StepProfile, measure_steps, profile_sizes
 from dspark_ray.target.verify import DraftedRow, VerifyPlanner
 
@@ -200,3 +200,16 @@ def test_engine_arguments_round_trip(pair):
     prefill = engine_arguments(options.model_copy(update={"placement": "prefill"}), 3, gpu=True)
     assert "speculative_config" not in prefill
     assert prefill["worker_cls"].endswith("DSparkGPUWorker")
+
+
+def test_a_models_configuration_reaches_its_engines(pair):
+    drafter = {"placement": "remote", "source": str(pair[1]), "window_tokens": 99, "deadline_ms": 40.0}
+    raw = {"id": "m", "target": {"source": str(pair[0])}, "drafter": drafter, "exactness": "ratio"}
+    model = ModelConfig.model_validate(raw | {"scheduling": {"mode": "tau"}})
+    verifier = target_options(model, prefills=False, secret_env="S", host="10.0.0.3")
+    assert (verifier.placement, verifier.exactness, verifier.scheduling.mode) == ("remote", "ratio", "tau")
+    assert (verifier.window_tokens, verifier.deadline_ms, verifier.secret_env) == (99, 40.0, "S")
+    prefill = target_options(model, prefills=True, secret_env="S", host="10.0.0.3")
+    assert (prefill.placement, prefill.handoff_bind) == ("prefill", "tcp://10.0.0.3:*")
+    plain = ModelConfig.model_validate({"id": "m", "target": {"source": str(pair[0])}})
+    assert target_options(plain, prefills=False, secret_env="S") == TargetOptions()
