@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.llm import LLMConfig
 
 from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
-from dspark_ray.serving.speculation import speculation_arguments
+from dspark_ray.serving.speculation import drafts_in_shim, speculation_arguments
 from dspark_ray.sources import resolve_source
 
 LOCAL_MODEL = "dspark_ray.serving.engine.LocalModel"
@@ -134,6 +134,8 @@ def replica_env(model: ModelConfig, role: RoleConfig, source: str) -> dict[str, 
         openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
         if openmp.is_file():
             env["LD_PRELOAD"] = str(openmp)
+    elif drafts_in_shim(model):
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that our worker extends
     return env | role.env
 
 

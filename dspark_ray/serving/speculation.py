@@ -9,7 +9,7 @@ from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.drafter.checkpoint import load_draft_config
 from dspark_ray.errors import ConfigError
 from dspark_ray.sources import resolve_source
-from dspark_ray.target.options import TargetOptions, engine_arguments
+from dspark_ray.target.options import engine_arguments, target_options
 from dspark_ray.target.slot_processors import LOGIT_BIAS_KEY, MIN_P_KEY
 
 
@@ -32,26 +32,15 @@ def speculation_arguments(
     Raises:
         ConfigError: the drafter is not there or cannot be used.
     """
-    drafter = model.drafter
-    if drafter.placement == "none":
-        return engine_arguments(TargetOptions(), 0) if on_cpu else {}
-    if drafter.placement == "native":
+    placement = model.drafter.placement
+    if placement == "native":
         # The same on both sides, or their KV layouts would differ.
         return {"speculative_config": _native_speculation(model)}
-    checkpoint = checkpoint_folder(model)
-    placement = "prefill" if prefill else drafter.placement
-    options = TargetOptions(
-        placement=placement,
-        checkpoint=checkpoint,
-        exactness=model.exactness,
-        scheduling=model.scheduling,
-        tau=config.control.fixed_tau if config.control.policy == "fixed_tau" else config.control.tau_min,
-        window_tokens=drafter.window_tokens,
-        cache_mib=drafter.cache_mib,
-        deadline_ms=drafter.deadline_ms,
-        secret_env=config.security.secret_env,
-    )
-    return engine_arguments(options, block_size(model, checkpoint), gpu=not on_cpu)
+    if placement == "none" and not on_cpu:
+        return {}
+    options = target_options(model, prefills=prefill, secret_env=config.security.secret_env)
+    drafts = 0 if placement == "none" else block_size(model)
+    return engine_arguments(options, drafts, gpu=not on_cpu)
 
 
 def checkpoint_folder(model: ModelConfig) -> Path:
@@ -68,9 +57,9 @@ def checkpoint_folder(model: ModelConfig) -> Path:
     return Path(source)
 
 
-def block_size(model: ModelConfig, checkpoint: Path) -> int:
+def block_size(model: ModelConfig) -> int:
     """γ, drafts a round: the configured number, else the checkpoint's."""
-    return model.drafter.block_size or load_draft_config(checkpoint).num_draft_tokens
+    return model.drafter.block_size or load_draft_config(checkpoint_folder(model)).num_draft_tokens
 
 
 def _native_speculation(model: ModelConfig) -> dict[str, Any]:

@@ -22,6 +22,9 @@ def model(folder: Path, **fields) -> ModelConfig:
     return ModelConfig.model_validate({"id": "m/x.1", "target": {"source": str(folder)}} | fields)
 
 
+REPO = Path(__file__).resolve().parents[3]
+
+
 def llm_config(config: ModelConfig, role: RoleConfig, *, disaggregated: bool) -> LLMConfig:
     return engine_args.llm_config(config, role, AppConfig(models=(config,)), disaggregated=disaggregated)
 
@@ -90,3 +93,32 @@ def test_a_target_that_is_not_there_is_named(tmp_path: Path) -> None:
 )
 def test_core_binding(cores: str | None, ranks: int, expected: str) -> None:
     assert core_binding(cores, ranks) == expected
+
+
+def drafting(folder: Path, placement: str, **fields) -> ModelConfig:
+    source = str(REPO / "deployments" / "drafters" / "smollm2-135m")
+    return model(folder, drafter={"placement": placement, "source": source}, **fields)
+
+
+def test_a_drafter_puts_the_shim_into_both_engines_and_drafts_into_the_verifiers_only(folder: Path) -> None:
+    config = drafting(folder, "remote", prefill={"replicas": 1})
+    prefill = llm_config(config, config.prefill, disaggregated=True).engine_kwargs
+    verifier = llm_config(config, config.verifier, disaggregated=True).engine_kwargs
+    assert prefill["worker_cls"] == verifier["worker_cls"] == "dspark_ray.target.cpu_worker.DSparkCPUWorker"
+    assert prefill["additional_config"]["dspark"]["placement"] == "prefill"
+    assert verifier["additional_config"]["dspark"]["placement"] == "remote"
+    assert "speculative_config" not in prefill
+    assert verifier["speculative_config"]["num_speculative_tokens"] == 5
+
+
+def test_gpu_engines_draft_with_the_runner_that_the_shim_extends_or_with_vllms_own_method(
+    folder: Path,
+) -> None:
+    shim = drafting(folder, "colocated", verifier={"gpus": 1})
+    made = llm_config(shim, shim.verifier, disaggregated=False)
+    assert made.engine_kwargs["worker_cls"] == "dspark_ray.target.gpu_worker.DSparkGPUWorker"
+    assert made.runtime_env["env_vars"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    native = drafting(folder, "native", verifier={"gpus": 1})
+    kwargs = llm_config(native, native.verifier, disaggregated=False).engine_kwargs
+    assert kwargs["speculative_config"]["method"] == "dspark"
+    assert "worker_cls" not in kwargs
