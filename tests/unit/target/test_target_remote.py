@@ -24,13 +24,15 @@ class Slow:
     """A runner that takes its time when told to."""
 
     def __init__(self, runner):
-        self._runner, self.delay_s = runner, 0.0
+        self._runner, self.delay_s, self.drafting = runner, 0.0, False
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
     def draft(self, items):
+        self.drafting = True
         time.sleep(self.delay_s)
+        self.drafting = False
         return self._runner.draft(items)
 
 
@@ -82,6 +84,18 @@ def until_answered(pool, questions, within_s=5.0):
     raise AssertionError("no answer")
 
 
+def connected(pool, *services):
+    """Wait until every service has answered a call; requests are assigned once and for all."""
+    number = 0
+    while not all(one.counters.calls for one in services):
+        number += 1
+        assert number < 200
+        pool.draft([question(f"warm{number}")], [f"warm{number - 1}"])
+        time.sleep(0.02)
+    pool.draft([], [f"warm{number}"])
+    assert _soon(lambda: not any(one.slow.slots_in_use for one in services))
+
+
 def expected(questions) -> list[DraftAnswer]:
     items = [
         DraftItem(q.key, q.base_position, q.features, q.anchor_token_id, q.draft_len, q.fresh)
@@ -93,6 +107,7 @@ def expected(questions) -> list[DraftAnswer]:
 def test_a_pool_answers_what_a_runner_of_ones_own_would():
     """Two drafters in parallel; requests are spread over both and stay where they are."""
     with service() as first, service() as second, client(first, second) as pool:
+        connected(pool, first, second)
         questions = [question(f"r{i}") for i in range(6)]
         got = until_answered(pool, questions)
         for answer, wanted in zip(got, expected(questions), strict=True):
@@ -115,6 +130,7 @@ def test_requests_of_a_dead_drafter_move_and_are_fed_anew():
     with service() as alive, client() as pool:
         with service() as dying:
             pool.route([DrafterRoute("a", alive.endpoint, 1.0), DrafterRoute("b", dying.endpoint, 1.0)])
+            connected(pool, alive, dying)
             questions = [question(f"r{i}") for i in range(4)]
             until_answered(pool, questions)
             assert dying.slow.slots_in_use == 2
@@ -178,15 +194,17 @@ def test_a_full_queue_says_busy_at_once():
         pools = [verifier.__enter__() for verifier in verifiers]
         for pool in pools:
             until_answered(pool, [question("r")])
-        full.slow.delay_s = 0.5
+        full.slow.delay_s = 1.0
         threads = [threading.Thread(target=pool.draft, args=([question("r")], [])) for pool in pools]
-        for thread in threads:
+        threads[0].start()
+        assert _soon(lambda: full.slow.drafting)
+        for thread in threads[1:]:
             thread.start()
             time.sleep(0.05)
         for thread in threads:
             thread.join()
         assert full.counters.refused == {"busy": 2}
-        assert [pool.counters.refused for pool in pools] == [0, 0, 1, 1]
+        assert sorted(pool.counters.refused for pool in pools) == [0, 0, 1, 1]
         for verifier in verifiers:
             verifier.__exit__(None, None, None)
 
