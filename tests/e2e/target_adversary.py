@@ -1,6 +1,7 @@
 """A drafter that knows the answers, or lies: what the sampler must be immune to."""
 
 import random
+from typing import ClassVar
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -27,7 +28,7 @@ class Proposer:
 
 class AdversarialRunner(DSparkCPUModelRunner):
     dice = random.Random(0)
-    counts = {"drafted": 0, "steps": 0}
+    counts: ClassVar[dict[str, int]] = {"drafted": 0, "steps": 0}
 
     def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *args, **kwargs):
         return [

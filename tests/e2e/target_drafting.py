@@ -87,8 +87,8 @@ class ServiceProcess:
             "for line in sys.stdin: print(runner.slots_in_use, flush=True)\n"
         )
         arguments = {
-            "checkpoint": str(checkpoint), "target": str(DEMO_MODEL), "secret": "s3cret", "cache_mib": 128, "dtype": "bfloat16",
-            "bind": f"tcp://127.0.0.1:{port or '*'}",
+            "checkpoint": str(checkpoint), "target": str(DEMO_MODEL), "secret": "s3cret", "cache_mib": 128,
+            "dtype": "bfloat16", "bind": f"tcp://127.0.0.1:{port or '*'}",
         } | options  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -239,9 +239,11 @@ def exactness(checkpoint, prompts=16, max_tokens=32, modes=MODES, placement="rem
         for i, (a, b) in enumerate(zip(expected, ids(generate(engine, texts, params)), strict=True)):
             if a != b:
                 differing.append({"mode": mode, "prompt": i, "expected": a, "got": b})
-        for i in (0, 1):
-            if ids(generate(engine, [texts[i]], [params[i]]))[0] != expected[i]:
-                differing.append({"mode": mode, "prompt": i, "alone": True})
+        differing.extend(
+            {"mode": mode, "prompt": i, "alone": True}
+            for i in (0, 1)
+            if ids(generate(engine, [texts[i]], [params[i]]))[0] != expected[i]
+        )
         after = stats(engine)["shim"]
         accepted[mode] = after["tokens_accepted"] - before["tokens_accepted"]
     metrics = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
@@ -407,7 +409,7 @@ def prefill_offers(checkpoint):
     checkpoint, texts = Path(checkpoint), chat_prompts(3)
     engine = engine_with(
         checkpoint, placement="prefill", max_num_batched_tokens=48, enable_prefix_caching=True,
-        options={"window_tokens": 80}, **{"block_size": 32},
+        options={"window_tokens": 80}, block_size=32,
     )  # fmt: skip
     (endpoint,) = engine.collective_rpc("dspark_handoff_endpoint")
     fetcher = HandoffFetcher(fingerprint=fingerprint(checkpoint, DEMO_MODEL), width=576, secret="s3cret")
