@@ -230,7 +230,8 @@ def _at_threshold(survival: Array, accept_len: Array, tau: float) -> dict[str, f
 
 
 def _round(value: Any) -> Any:
-    return np.round(np.asarray(value, dtype=np.float64), 4).tolist()
+    rounded = np.round(np.asarray(value, dtype=np.float64), 4)
+    return np.where(np.isnan(rounded), None, rounded).tolist()  # JSON knows no nan
 
 
 def _finish(figure: Any, path: Path) -> None:
