@@ -38,7 +38,9 @@ def test_one_sample_overfits_to_nearly_the_whole_block(target: Path, tmp_path: P
     config = run_config(
         target, tmp_path / "run", answers,
         draft={"markov_head_type": head, "draft_vocab_size": 40},
-        optimizer={"steps": 300, "lr": 5e-3, "ema_decay": 0.9},
+        optimizer={"steps": 250, "lr": 3e-3, "ema_decay": 0.9},
+        # random weights make a flat teacher, whose overlap one can raise without getting its argmax
+        loss={"end": {"ce": 1.0, "kl": 1.0, "tv": 0.5}},
         data={"sequences_per_step": 1},
     )  # fmt: skip
     Trainer(config).run()
