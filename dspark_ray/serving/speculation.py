@@ -59,7 +59,10 @@ def checkpoint_folder(model: ModelConfig) -> Path:
 
 def block_size(model: ModelConfig) -> int:
     """γ, drafts a round: the configured number, else the checkpoint's."""
-    return model.drafter.block_size or load_draft_config(checkpoint_folder(model)).num_draft_tokens
+    if model.drafter.block_size is not None:
+        return model.drafter.block_size
+    target = Path(resolve_source(model.target.source, f"model {model.id}: target.source"))
+    return load_draft_config(checkpoint_folder(model), target).num_draft_tokens
 
 
 def _native_speculation(model: ModelConfig) -> dict[str, Any]:

@@ -63,10 +63,10 @@ def plan(options: TargetOptions, vllm_config: Any) -> Blueprint | None:
     checkpoint = options.checkpoint
     if checkpoint is None or not checkpoint.is_dir():
         raise ConfigError(f"additional_config.dspark.checkpoint: no folder {str(checkpoint)!r} on this node")
-    draft = load_draft_config(checkpoint)
     target = Path(vllm_config.model_config.model)
     if not target.is_dir():
         raise ConfigError(f"model {str(target)!r}: a drafter needs its target as a local folder")
+    draft = load_draft_config(checkpoint, target)
     check_fits_target(draft, target)
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError(
