@@ -157,15 +157,16 @@ def test_a_restarted_drafter_says_what_it_misses():
 
 def test_a_late_reply_is_dropped_and_never_answers_a_later_call():
     """Breaks when replies are matched by order instead of epoch: the old drafts would come out."""
-    with service() as slow, client(slow, deadline_ms=60.0) as pool:
+    with service() as slow, client(slow, deadline_ms=200.0) as pool:
         until_answered(pool, [question("warm")])
+        missed = pool.counters.deadline_misses  # a busy machine may have been late before
         old, new = question("r", 5, anchor_token_id=3), question("r", 5, anchor_token_id=9)
         assert expected([old])[0].draft_token_ids != expected([new])[0].draft_token_ids
-        slow.slow.delay_s = 0.2
+        slow.slow.delay_s = 0.5
         assert pool.draft([old], []) == [None]
-        assert pool.counters.deadline_misses == 1
+        assert pool.counters.deadline_misses == missed + 1
         slow.slow.delay_s = 0.0
-        time.sleep(0.4)
+        time.sleep(0.8)
         (answer,) = until_answered(pool, [new])
         assert answer.draft_token_ids == expected([new])[0].draft_token_ids
         assert pool.counters.bad_replies >= 1
