@@ -85,15 +85,15 @@ def until_answered(pool, questions, within_s=5.0):
 
 
 def connected(pool, *services):
-    """Wait until every service has answered a call; requests are assigned once and for all."""
-    number = 0
-    while not all(one.counters.calls for one in services):
-        number += 1
-        assert number < 200
-        pool.draft([question(f"warm{number}")], [f"warm{number - 1}"])
+    """Wait until every service has answered a call: requests stay where they were assigned first."""
+    for number in range(200):
+        keys = [f"warm{number}.{index}" for index in range(len(services))]  # one for each, when all are there
+        pool.draft([question(key) for key in keys], [])
+        pool.draft([], keys)
+        if all(one.counters.calls for one in services):
+            return
         time.sleep(0.02)
-    pool.draft([], [f"warm{number}"])
-    assert _soon(lambda: not any(one.slow.slots_in_use for one in services))
+    raise AssertionError("not all services were called")
 
 
 def expected(questions) -> list[DraftAnswer]:
