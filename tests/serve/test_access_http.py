@@ -20,6 +20,7 @@ ENV_KEY, SMALL_KEY, SLOW_KEY = (
 )
 HELLO = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
+CLIENTS: list[openai.OpenAI] = []
 
 
 def entry(name: str, key: str, **fields: object) -> dict[str, object]:
@@ -46,10 +47,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     driver = Path(__file__).with_name("access_driver.py")
     with running_app(args, driver, TEST_API_KEYS=ENV_KEY) as app:
         yield app.base_url
+        for one in CLIENTS:
+            one.close()
 
 
 def client(url: str, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+    # Kept, since one that is collected unclosed is a warning in whatever test runs just then.
+    CLIENTS.append(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60))
+    return CLIENTS[-1]
 
 
 def test_a_stranger_is_refused_and_a_key_admits(url):
