@@ -8,7 +8,6 @@ restarts on the same port when it dies, so that its verifiers reconnect by thems
 import asyncio
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
 from dspark_ray.errors import ConfigError, DrafterUnavailableError
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
-from dspark_ray.serving.engine_args import LEAST_CPUS
+from dspark_ray.serving.engine_args import LEAST_CPUS, openmp_env
 from dspark_ray.serving.ports import free_port_range
 from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
 from dspark_ray.sources import resolve_source
@@ -249,8 +248,6 @@ def drafter_bundle(role: DrafterConfig) -> dict[str, float]:
 def engine_env(model: ModelConfig) -> dict[str, str]:
     """Environment of the drafting actor; the role's own entries win."""
     env = {"OMP_NUM_THREADS": str(model.drafter.threads)}
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if model.drafter.gpus == 0 and openmp.is_file():
-        # Its threads must sleep, not spin, between calls: the cores are the target engine's as well.
-        env |= {"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "1"}
+    if model.drafter.gpus == 0:
+        env |= openmp_env()
     return env | model.drafter.env

@@ -128,15 +128,19 @@ def replica_env(model: ModelConfig, role: RoleConfig, source: str) -> dict[str, 
     if role.gpus == 0:
         env |= {
             "VLLM_CPU_OMP_THREADS_BIND": core_binding(role.cpu_cores, model.target.tensor_parallel_size),
-            # Threads that spin while they wait would take the cores of the engines beside this one.
-            "KMP_BLOCKTIME": "1",
+            **openmp_env(),
         }
-        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-        if openmp.is_file():
-            env["LD_PRELOAD"] = str(openmp)
     elif drafts_in_shim(model):
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that our worker extends
     return env | role.env
+
+
+def openmp_env() -> dict[str, str]:
+    """Intel's OpenMP for a process that computes on CPUs, where the environment has it."""
+    # Threads that spin while they wait would take the cores of the engines beside this one.
+    env = {"KMP_BLOCKTIME": "1"}
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return env | {"LD_PRELOAD": str(library)} if library.is_file() else env
 
 
 def core_binding(cpu_cores: str | None, ranks: int) -> str:
