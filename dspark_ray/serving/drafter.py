@@ -19,13 +19,13 @@ import ray
 from ray import serve
 
 from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
-from dspark_ray.errors import ConfigError, DrafterUnavailableError
+from dspark_ray.errors import DrafterUnavailableError
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
 from dspark_ray.serving.engine_args import LEAST_CPUS, openmp_env
 from dspark_ray.serving.ports import free_port_range
+from dspark_ray.serving.speculation import checkpoint_folder, target_folder
 from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
-from dspark_ray.sources import resolve_source
 
 logger = logging.getLogger(__name__)
 
@@ -216,16 +216,9 @@ def engine_plan(model: ModelConfig, secret_env: str) -> EnginePlan:
         ConfigError: target or drafter is not on this node.
     """
     drafter = model.drafter
-    folders = {
-        "target.source": resolve_source(model.target.source, f"model {model.id}: target.source"),
-        "drafter.source": resolve_source(drafter.source or "", f"model {model.id}: drafter.source"),
-    }
-    for field, folder in folders.items():
-        if not Path(folder).is_absolute():
-            raise ConfigError(f"model {model.id}: {field}: a drafter needs {folder} as a local folder")
     return EnginePlan(
-        checkpoint=folders["drafter.source"],
-        target=folders["target.source"],
+        checkpoint=str(checkpoint_folder(model)),
+        target=str(target_folder(model)),
         endpoint=f"tcp://{ray.util.get_node_ip_address()}:{free_port_range()}",
         window_tokens=drafter.window_tokens,
         cache_mib=drafter.cache_mib,

@@ -49,20 +49,33 @@ def checkpoint_folder(model: ModelConfig) -> Path:
     Raises:
         ConfigError: it is not on this node.
     """
-    source = resolve_source(model.drafter.source or "", f"model {model.id}: drafter.source")
-    if not Path(source).is_absolute():
+    return _folder(model, "drafter.source", model.drafter.source or "")
+
+
+def target_folder(model: ModelConfig) -> Path:
+    """The folder of a model that has a drafter, which needs its target's files.
+
+    Raises:
+        ConfigError: it is not on this node.
+    """
+    return _folder(model, "target.source", model.target.source)
+
+
+def _folder(model: ModelConfig, field: str, source: str) -> Path:
+    resolved = resolve_source(source, f"model {model.id}: {field}")
+    if not Path(resolved).is_absolute():
         raise ConfigError(
-            f"model {model.id}: drafter.source: {source} must be a folder on every node: download it first"
+            f"model {model.id}: {field}: with a drafter, {resolved} must be a folder on every node: "
+            "download it first"
         )
-    return Path(source)
+    return Path(resolved)
 
 
 def block_size(model: ModelConfig) -> int:
     """γ, drafts a round: the configured number, else the checkpoint's."""
     if model.drafter.block_size is not None:
         return model.drafter.block_size
-    target = Path(resolve_source(model.target.source, f"model {model.id}: target.source"))
-    return load_draft_config(checkpoint_folder(model), target).num_draft_tokens
+    return load_draft_config(checkpoint_folder(model), target_folder(model)).num_draft_tokens
 
 
 def _native_speculation(model: ModelConfig) -> dict[str, Any]:
