@@ -100,7 +100,7 @@ class TargetConfig(FrozenModel):
     source: str = Field(min_length=1)
     """A local folder, a Hugging Face id, or demo:smollm2."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Computation type; auto follows the checkpoint."""
+    """Computation type; auto follows the checkpoint, but is float32 on CPUs that have no bf16 instructions."""
     max_model_len_tokens: int | None = Field(default=None, ge=16)
     """Longest prompt plus answer; the model's own limit when unset."""
     max_num_seqs: int = Field(default=16, ge=1)

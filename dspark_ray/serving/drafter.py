@@ -20,6 +20,7 @@ from ray import serve
 
 from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
 from dspark_ray.errors import DrafterUnavailableError
+from dspark_ray.hardware import cpu_computes_bf16
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
 from dspark_ray.serving.engine_args import LEAST_CPUS, openmp_env
@@ -73,7 +74,9 @@ class DrafterEngine:
 
         torch.set_num_threads(plan.threads)
         checkpoint, target = Path(plan.checkpoint), Path(plan.target)
-        model = load_drafter(checkpoint, target=target, device=plan.device)
+        slow_bf16 = plan.device == "cpu" and not cpu_computes_bf16()
+        dtype = torch.float32 if slow_bf16 else None  # else the checkpoint's own
+        model = load_drafter(checkpoint, target=target, dtype=dtype, device=plan.device)
         self._runner = DraftRunner(
             model,
             cache_bytes=int(plan.cache_mib * 2**20),

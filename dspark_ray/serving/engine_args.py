@@ -7,6 +7,7 @@ from typing import Any
 from ray.serve.llm import LLMConfig
 
 from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
+from dspark_ray.hardware import cpu_computes_bf16
 from dspark_ray.serving.speculation import drafts_in_shim, speculation_arguments
 from dspark_ray.sources import resolve_source
 
@@ -50,7 +51,7 @@ def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> d
     """
     target = model.target
     kwargs: dict[str, Any] = {
-        "dtype": target.dtype,
+        "dtype": computation_dtype(model),
         "max_num_seqs": target.max_num_seqs,
         "tensor_parallel_size": target.tensor_parallel_size,
         "pipeline_parallel_size": target.pipeline_parallel_size,
@@ -74,6 +75,17 @@ def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> d
             "kv_load_failure_policy": "recompute",
         }
     return kwargs | target.engine
+
+
+def computation_dtype(model: ModelConfig) -> str:
+    """What the engines of a model compute in.
+
+    The same in all of them, whatever node each is on, since they exchange KV: an all-CPU model's `auto` is decided
+    here, where the application is built.
+    """
+    on_cpu = model.verifier.gpus == 0 and model.prefill.gpus == 0
+    slow = model.target.dtype == "auto" and on_cpu and not cpu_computes_bf16()
+    return "float32" if slow else model.target.dtype
 
 
 def placement_bundles(model: ModelConfig, role: RoleConfig) -> list[dict[str, float]]:

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dspark_ray"
 
 # What each floor may import of this package, beside itself (design: imports go downwards only).
-BASE = {"config", "errors", "protocol", "sources"}
+BASE = {"config", "errors", "hardware", "protocol", "sources"}
 FLOORS = {
     "config": {"errors"},
     "errors": set(),
+    "hardware": set(),
     "protocol": {"errors"},
     "sources": {"config", "errors"},
     "decoding": BASE,
@@ -29,7 +30,7 @@ FLOORS = {
     "cli": BASE,
 }
 # What a floor may not load on import, directly or through others; measured in a fresh interpreter.
-LIGHT = ("cli", "config", "errors", "protocol", "sources")
+LIGHT = ("cli", "config", "errors", "hardware", "protocol", "sources")
 MAY_NOT_LOAD = {
     LIGHT: {"torch", "ray", "vllm", "transformers", "numpy"},
     ("control",): {"torch", "ray", "vllm", "transformers"},

@@ -54,6 +54,23 @@ def test_cpu_roles_get_cpu_bundles_bounds_and_the_same_engine_on_both_sides(fold
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["A"], env["HF_HUB_OFFLINE"]) == ("1,2,5", "b", "1")
 
 
+@pytest.mark.parametrize(
+    ("asked", "bf16", "gpus", "told"),
+    [
+        ("auto", False, 0, "float32"),
+        ("auto", True, 0, "auto"),
+        ("bfloat16", False, 0, "bfloat16"),
+        ("auto", False, 1, "auto"),
+    ],
+)
+def test_auto_avoids_bf16_on_cpus_that_emulate_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: str, bf16: bool, gpus: int, told: str
+) -> None:
+    monkeypatch.setattr(engine_args, "cpu_computes_bf16", lambda: bf16)
+    config = model(folder, target={"source": str(folder), "dtype": asked}, verifier={"gpus": gpus})
+    assert llm_config(config, config.verifier, disaggregated=False).engine_kwargs["dtype"] == told
+
+
 def test_without_prefill_replicas_there_is_no_connector(folder: Path) -> None:
     config = model(folder)
     assert "kv_transfer_config" not in llm_config(config, config.verifier, disaggregated=False).engine_kwargs
