@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,15 @@ def train(config_file: Path, overrides: tuple[str, ...], device: str | None, dry
     from dspark_ray.training.plots import plot_run
     from dspark_ray.training.trainer import run_training
 
-    rank = int(os.environ.get("RANK", "0"))
-    run_training(config, rank=rank, world=int(os.environ.get("WORLD_SIZE", "1")))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    run_training(config, rank=rank, world=world)
     if rank == 0:
         plot_run(config.run_dir)
+    if world > 1:
+        # A thread of gloo that lets go of its last tensor while the interpreter shuts down aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @click.command()
