@@ -16,7 +16,7 @@ from dspark_ray.errors import CheckpointError, ConfigError
 
 FloatArray = npt.NDArray[np.float64]
 
-CALIBRATION_FILE_NAME = "calibration.json"
+CALIBRATION_FILE_NAME = "sts.json"
 ECE_BINS = 20
 # Symmetric around 1 on a log scale, so that T = 1 (no change) is one of the candidates.
 TEMPERATURE_GRID: tuple[float, ...] = tuple(float(t) for t in np.geomspace(0.1, 10.0, 201))
@@ -151,7 +151,7 @@ class Calibration(FrozenModel):
 
 
 class CalibrationTable(FrozenModel):
-    """All calibrations of a draft checkpoint, stored beside it as calibration.json."""
+    """All calibrations of a draft checkpoint, stored beside it as sts.json."""
 
     entries: list[Calibration]
     """At most one per (exactness, temperature bucket, block size)."""
@@ -185,12 +185,12 @@ class CalibrationTable(FrozenModel):
         return self
 
     def save(self, folder: Path) -> None:
-        """Write calibration.json into the checkpoint's folder."""
+        """Write sts.json into the checkpoint's folder."""
         (folder / CALIBRATION_FILE_NAME).write_text(self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Read the folder's calibration.json, or None when there is none.
+        """Read the folder's sts.json, or None when there is none.
 
         Raises:
             CheckpointError: the file is there and not valid.

@@ -224,7 +224,7 @@ def calibrate(
     model: str | None,
     **options: Any,
 ) -> None:
-    """Fit the drafter's confidences and write calibration.json beside its weights.
+    """Fit the drafter's confidences and write sts.json beside its weights.
 
     With --dataset: on half of the prompts, reporting the error on the other half. With --from-logs: on rounds
     that verifiers verified in full while serving.

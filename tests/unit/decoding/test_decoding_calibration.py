@@ -113,7 +113,7 @@ def test_temperatures_are_looked_up_by_mode_block_size_and_nearest_bucket(tmp_pa
     assert loaded.temperatures_for("ratio", 0.0, 2) is None
     with pytest.raises(ValueError, match="two calibrations"):
         CalibrationTable(entries=[entry("low", 2, 1.0), entry("low", 2, 2.0)])
-    (tmp_path / "calibration.json").write_text('{"entries": [{"temperatures": [0]}]}')
+    (tmp_path / "sts.json").write_text('{"entries": [{"temperatures": [0]}]}')
     with pytest.raises(CheckpointError, match=r"calibration\.json"):
         CalibrationTable.load(tmp_path)
     assert CalibrationTable.load(tmp_path / "elsewhere") is None
