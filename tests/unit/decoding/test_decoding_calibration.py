@@ -114,7 +114,7 @@ def test_temperatures_are_looked_up_by_mode_block_size_and_nearest_bucket(tmp_pa
     with pytest.raises(ValueError, match="two calibrations"):
         CalibrationTable(entries=[entry("low", 2, 1.0), entry("low", 2, 2.0)])
     (tmp_path / "sts.json").write_text('{"entries": [{"temperatures": [0]}]}')
-    with pytest.raises(CheckpointError, match=r"calibration\.json"):
+    with pytest.raises(CheckpointError, match=r"sts\.json"):
         CalibrationTable.load(tmp_path)
     assert CalibrationTable.load(tmp_path / "elsewhere") is None
 
