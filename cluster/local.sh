@@ -10,6 +10,7 @@ usage: bash cluster/local.sh COMMAND
   up      the same without the chat; with a cluster that is up, deploy the configuration again
   test    install, then ruff, mypy and pytest; further arguments go to pytest
   status  what runs, and whether it is healthy
+  mode    `dspark-ray mode` on this cluster: how a model's verifiers speculate
   down    stop what this state folder started, and nothing else
 
 settings, by environment variable:
@@ -239,11 +240,19 @@ status() {
     tools wait "http://127.0.0.1:$dashboard_port" --timeout-s 0
 }
 
+mode() {
+    [ -f "$state/cluster.env" ] || die "no cluster of $state is up"
+    load_secrets
+    load_cluster
+    exec "$venv/bin/dspark-ray" mode "$@"
+}
+
 command=${1:-help}
 shift || true
 case $command in
     demo | up | down | status) [ $# -eq 0 ] || die "$command takes no arguments"; "$command" ;;
     test) run_tests "$@" ;;
+    mode) mode "$@" ;;
     help | -h | --help) usage ;;
     *) usage >&2; exit 2 ;;
 esac

@@ -24,6 +24,7 @@ LAZY_COMMANDS = {
     "evaluate": ("dspark_ray.training.commands:evaluate", "Measure a drafter by real speculative decoding."),
     "status": ("dspark_ray.serving.status_commands:status", "Show load, tau, drafters and sizing once."),
     "top": ("dspark_ray.serving.status_commands:top", "Watch the cluster live."),
+    "mode": ("dspark_ray.serving.speculation_mode:mode_command", "Change the verify mode while it runs."),
     "calibrate": ("dspark_ray.training.commands:calibrate", "Fit a drafter's confidences."),
 }
 

@@ -255,7 +255,22 @@ class TargetControl(msgspec.Struct, frozen=True, omit_defaults=True):
 
     mode: Literal["fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput"] | None = None
     tau: Fraction | None = None
+    """Threshold of the modes that follow the load."""
+    fixed_tau: Fraction | None = None
+    """Threshold of mode fixed_tau."""
     fixed_len: Count | None = None
+    """Verify length of mode fixed_len."""
     max_verify_len: Count | None = None
     """Most drafts verified per request and step; 0 switches drafting off."""
     drafters: tuple[DrafterRoute, ...] | None = None
+
+
+class SpeculationSetting(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Operator to verifier replicas: what overrides configuration and policy until it is taken back."""
+
+    mode: Literal["off", "fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput"] | None = None
+    """None: as configured; off: plain decoding, while context features are kept for the next mode."""
+    tau: Fraction | None = None
+    """Threshold in every mode that has one; None: fixed_tau as configured, else from the load."""
+    fixed_len: Count | None = None
+    """Verify length of mode fixed_len; None: as configured."""

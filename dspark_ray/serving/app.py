@@ -11,14 +11,17 @@ from dspark_ray.errors import ConfigError
 from dspark_ray.serving.drafter import DrafterServer, drafter_bundle
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
 from dspark_ray.serving.ingress import make_ingress
+from dspark_ray.serving.names import (
+    DRAFTER_PREFIX,
+    INGRESS_NAME,
+    PREFILL_PREFIX,
+    VERIFIER_PREFIX,
+    deployment_suffix,
+)
 from dspark_ray.serving.prefill import DataParallelPrefillServer, PrefillServer
 from dspark_ray.serving.verifier import DataParallelVerifierServer, VerifierServer
 from dspark_ray.sources import check_sources
 
-PREFILL_PREFIX = "Prefill:"
-VERIFIER_PREFIX = "Verifier:"
-DRAFTER_PREFIX = "Drafter:"
-INGRESS_NAME = "Ingress"
 UNBOUNDED = -1
 
 
@@ -36,11 +39,6 @@ def build_app(args: dict[str, Any]) -> Application:
     _check_names(config)
     verifiers = {model.id: _build_verifier(model, config) for model in config.models}
     return _build_ingress(config, verifiers)
-
-
-def deployment_suffix(model_id: str) -> str:
-    """A model id as Ray Serve LLM writes it in names of deployments."""
-    return model_id.replace("/", "--").replace(".", "_")
 
 
 def _check_names(config: AppConfig) -> None:

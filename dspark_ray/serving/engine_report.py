@@ -16,16 +16,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.config import AppConfig, ModelConfig, SchedulingConfig
 from dspark_ray.control.agent import ActivePolicy
 from dspark_ray.control.knowledge import step_cost_key
 from dspark_ray.decoding.calibration import CalibrationTable
+from dspark_ray.errors import ConfigError
 from dspark_ray.protocol import (
     CalibrationBins,
     DrafterRoute,
     LoadSample,
     Role,
     RoundRecord,
+    SpeculationSetting,
     StepCost,
     TargetControl,
 )
@@ -97,6 +99,7 @@ def report_engine(
         queued=queued,
         calibration=calibration,
         routes=routes,
+        scheduling=model.scheduling,
     )
     interval_s = config.telemetry.sample_interval_s
     report.task = asyncio.create_task(report_forever(agent, report.collect, interval_s))
@@ -115,6 +118,7 @@ class EngineReport:
         queued: requests in the replica that its engine has not got yet.
         calibration: of the drafter, to compare what it predicts with what is accepted.
         routes: the drafters that run, for when no policy names any; None where there is no pool.
+        scheduling: as configured, for what no `SpeculationSetting` overrides.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class EngineReport:
         queued: Callable[[], int] = lambda: 0,
         calibration: CalibrationTable | None = None,
         routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
+        scheduling: SchedulingConfig | None = None,
     ) -> None:
         """Nothing is asked before the first `collect`."""
         self._identity = identity
@@ -139,7 +144,11 @@ class EngineReport:
         """Reports, once `report_engine` has started it."""
         self.worker: Mapping[str, Any] = {}
         """The shim's counters as of the last `collect`."""
+        self._scheduling = scheduling or SchedulingConfig()
+        self._setting = SpeculationSetting()
+        self._policy: ActivePolicy | None = None
         self._obeyed: TargetControl | None = None
+        self._obeying = asyncio.Lock()
         self._bins = CalibrationTally(calibration)
         self._reports = 0
         self._step_ms: tuple[float, ...] = ()
@@ -182,18 +191,37 @@ class EngineReport:
         self._reports += 1
         return sample, rounds
 
+    async def set_speculation(self, setting: SpeculationSetting) -> dict[str, Any]:
+        """Have the worker follow an operator's setting from its next step on.
+
+        Returns:
+            The replica's name, and the mode and tau that it goes by now.
+
+        Raises:
+            ConfigError: this engine has no drafter of ours.
+        """
+        if not self._has_shim or self._identity.role != "verifier":
+            raise ConfigError(f"model {self._identity.model}: no drafter whose use could be changed")
+        self._setting = setting
+        if self._policy is not None:
+            await self._obey(self._policy)
+        control = self._obeyed or TargetControl(mode=self._scheduling.mode)
+        mode = "off" if setting.mode == "off" else control.mode
+        tau = control.fixed_tau if mode == "fixed_tau" else control.tau
+        return {"replica": self._identity.replica, "mode": mode, "tau": tau}
+
     async def _obey(self, policy: ActivePolicy) -> None:
-        """Tell the worker what has changed. An unbounded length must be said too: None would change nothing."""
-        # An expired policy may name drafters that are gone.
-        drafters = () if policy.local else policy.drafters
-        if not drafters and self._routes is not None:
-            drafters = await self._routes()
-        longest = UNBOUNDED_VERIFY_LEN if policy.max_verify_len is None else policy.max_verify_len
-        # Without any drafter in sight the worker keeps those it knows: its calls find out by themselves.
-        control = TargetControl(tau=policy.tau, max_verify_len=longest, drafters=drafters or None)
-        if control != self._obeyed:
-            await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
-            self._obeyed = control
+        """Tell the worker what has changed."""
+        async with self._obeying:
+            self._policy = policy
+            # An expired policy may name drafters that are gone.
+            drafters = () if policy.local else policy.drafters
+            if not drafters and self._routes is not None:
+                drafters = await self._routes()
+            control = target_control(self._setting, self._scheduling, policy, drafters)
+            if control != self._obeyed:
+                await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
+                self._obeyed = control
 
     def _mean_step_s(self, shim: Mapping[str, Any]) -> float:
         """Mean seconds of the steps since the last report; the last known mean while none ran."""
@@ -219,6 +247,29 @@ class EngineReport:
         self._step_ms = milliseconds
         weight = float(1 + step["observed"])
         return StepCost(tuple(step["tokens"]), tuple(ms / 1e3 for ms in milliseconds), weight)
+
+
+def target_control(
+    setting: SpeculationSetting,
+    scheduling: SchedulingConfig,
+    policy: ActivePolicy,
+    drafters: tuple[DrafterRoute, ...],
+) -> TargetControl:
+    """What the worker is to do: the operator's setting first, then the policy, then the configuration.
+
+    An unbounded length is said, too: None would leave the worker with what it was told before. Without any drafter
+    in sight it keeps those it knows: its calls find out by themselves.
+    """
+    length = scheduling.fixed_len if setting.fixed_len is None else setting.fixed_len
+    longest = 0 if setting.mode == "off" else policy.max_verify_len
+    return TargetControl(
+        mode=scheduling.mode if setting.mode in (None, "off") else setting.mode,
+        tau=policy.tau if setting.tau is None else setting.tau,
+        fixed_tau=scheduling.fixed_tau if setting.tau is None else setting.tau,
+        fixed_len=UNBOUNDED_VERIFY_LEN if length is None else length,
+        max_verify_len=UNBOUNDED_VERIFY_LEN if longest is None else longest,
+        drafters=drafters or None,
+    )
 
 
 class CalibrationTally:

@@ -12,6 +12,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 from ray.serve.handle import DeploymentHandle
 
 from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.protocol import SpeculationSetting
 from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.engine import DSparkEngine
 from dspark_ray.serving.engine_report import report_engine
@@ -109,6 +110,10 @@ class VerifierServer(PDDecodeServer):
                 yield part
         finally:
             await answer.aclose()
+
+    async def set_speculation(self, setting: SpeculationSetting) -> dict[str, Any]:
+        """Follow an operator's setting; see `EngineReport.set_speculation`."""
+        return await self._report.set_speculation(setting)
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""

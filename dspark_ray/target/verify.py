@@ -56,6 +56,7 @@ class VerifyPlanner:
         self._config = config
         self.mode: VerifyMode = config.mode
         self._tau = tau
+        self._fixed_tau = config.fixed_tau
         self._fixed_len = config.fixed_len
         self._max_verify_len: int | None = None
         self._profile = profile
@@ -72,12 +73,13 @@ class VerifyPlanner:
     @property
     def tau(self) -> float:
         """The threshold in use."""
-        return self._config.fixed_tau if self.mode == "fixed_tau" else self._tau
+        return self._fixed_tau if self.mode == "fixed_tau" else self._tau
 
     def control(self, message: TargetControl) -> None:
         """Follow what the replica says; fields that are None stay as they are."""
         self.mode = message.mode or self.mode
         self._tau = self._tau if message.tau is None else message.tau
+        self._fixed_tau = self._fixed_tau if message.fixed_tau is None else message.fixed_tau
         self._fixed_len = self._fixed_len if message.fixed_len is None else message.fixed_len
         if message.max_verify_len is not None:
             self._max_verify_len = message.max_verify_len

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from dspark_ray.config import SchedulingConfig
 from dspark_ray.control.agent import ActivePolicy
 from dspark_ray.control.membership import calibration_drift
 from dspark_ray.decoding.calibration import Calibration, CalibrationTable
-from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, TargetControl
+from dspark_ray.errors import ConfigError
+from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, SpeculationSetting, TargetControl
 from dspark_ray.serving.engine_report import UNBOUNDED_VERIFY_LEN, CalibrationTally, EngineReport
 from dspark_ray.serving.telemetry import ReplicaIdentity
 
@@ -88,6 +90,37 @@ async def test_the_worker_is_told_what_changed_once_and_a_lifted_cap_too() -> No
         await reporter.collect(policy)
     assert [c.max_verify_len for c in engine.controls] == [UNBOUNDED_VERIFY_LEN, 2, UNBOUNDED_VERIFY_LEN]
     assert [c.tau for c in engine.controls] == [0.3, 0.5, 0.3]
+
+
+async def test_an_operators_setting_comes_before_policy_and_configuration() -> None:
+    """At once and until it is taken back: policies go on coming meanwhile."""
+    engine = Engine()
+    reporter = report(engine, scheduling=SchedulingConfig(mode="tau", fixed_tau=0.4, fixed_len=3))
+    await reporter.collect(POLICY)
+    for setting, said in [
+        (SpeculationSetting(mode="off"), {"mode": "off", "tau": 0.3}),
+        (SpeculationSetting(mode="fixed_tau"), {"mode": "fixed_tau", "tau": 0.4}),
+        (SpeculationSetting(mode="fixed_tau", tau=0.9), {"mode": "fixed_tau", "tau": 0.9}),
+        (SpeculationSetting(mode="fixed_len", fixed_len=1), {"mode": "fixed_len", "tau": 0.3}),
+        (SpeculationSetting(), {"mode": "tau", "tau": 0.3}),
+    ]:
+        assert await reporter.set_speculation(setting) == {"replica": "v0", **said}
+        await reporter.collect(POLICY)
+    seen = [(c.mode, c.tau, c.fixed_tau, c.fixed_len, c.max_verify_len) for c in engine.controls]
+    unbounded = UNBOUNDED_VERIFY_LEN
+    assert seen == [
+        ("tau", 0.3, 0.4, 3, unbounded),
+        ("tau", 0.3, 0.4, 3, 0),
+        ("fixed_tau", 0.3, 0.4, 3, unbounded),
+        ("fixed_tau", 0.9, 0.9, 3, unbounded),
+        ("fixed_len", 0.3, 0.4, 1, unbounded),
+        ("tau", 0.3, 0.4, 3, unbounded),
+    ]
+
+
+async def test_a_setting_without_a_drafter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model m: no drafter"):
+        await report(Engine(), role="prefill").set_speculation(SpeculationSetting(mode="off"))
 
 
 async def test_without_a_policys_drafters_those_that_run_are_used() -> None:

@@ -38,6 +38,8 @@ def test_modes_switch_at_run_time():
     assert plan_.lengths([ROW], 0)[0] == [1]
     plan_.control(TargetControl(mode="fixed_tau"))
     assert plan_.lengths([ROW], 0)[0] == [2]
+    plan_.control(TargetControl(fixed_tau=0.1))
+    assert plan_.lengths([ROW], 0)[0] == [4]
     plan_.control(TargetControl(mode="fixed_len", fixed_len=4, max_verify_len=2))
     assert plan_.lengths([ROW], 0)[0] == [2]
     assert plan_.draft_len(9) == 2
