@@ -25,6 +25,7 @@ LAZY_COMMANDS = {
     "status": ("dspark_ray.serving.status_commands:status", "Show load, tau, drafters and sizing once."),
     "top": ("dspark_ray.serving.status_commands:top", "Watch the cluster live."),
     "mode": ("dspark_ray.serving.speculation_mode:mode_command", "Change the verify mode while it runs."),
+    "bench": ("dspark_ray.bench.commands:bench", "Measure a running server under load."),
     "calibrate": ("dspark_ray.training.commands:calibrate", "Fit a drafter's confidences."),
 }
 

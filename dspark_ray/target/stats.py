@@ -30,6 +30,8 @@ class ShimStats:
     accepted_at: list[int] = field(default_factory=list)
     """Rounds that accepted the draft at position k, from 1."""
     verified_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
+    """Rounds that verified position k after accepting all before it: what conditional acceptance is a share of."""
     missing_context: int = 0
     rows_sent: int = 0
     """Feature rows given to drafters."""
@@ -55,8 +57,10 @@ class ShimStats:
         while len(self.verified_at) < verified:
             self.verified_at.append(0)
             self.accepted_at.append(0)
+            self.reached_at.append(0)
         for k in range(verified):
             self.verified_at[k] += 1
+            self.reached_at[k] += k <= accepted
             self.accepted_at[k] += k < accepted
 
     def report(self) -> dict[str, Any]:
