@@ -9,6 +9,7 @@ usage: bash cluster/local.sh COMMAND
   demo    install, start everything, wait until healthy, stream one chat (the cluster stays up)
   up      the same without the chat; with a cluster that is up, deploy the configuration again
   test    install, then ruff, mypy and pytest; further arguments go to pytest
+  bench   measure all ways to speculate against plain vLLM, and stop everything; --quick for a quarter of an hour
   status  what runs, and whether it is healthy
   mode    `dspark-ray mode` on this cluster: how a model's verifiers speculate
   down    stop what this state folder started, and nothing else
@@ -17,13 +18,15 @@ settings, by environment variable:
   DSPARK_CONFIG       Serve config to deploy              (deployments/smollm2.yaml)
   DSPARK_PORT         port of the OpenAI API              (8000)
   DSPARK_HOST         address that the API listens on     (127.0.0.1)
-  DSPARK_PORT_BASE    first of 7 ports for Ray and Redis  (26300)
+  DSPARK_PORT_BASE    first of 9 ports, 2 of them for bench (26300)
   DSPARK_REDIS_URL    a Redis of yours                    (an embedded Valkey is started)
   DSPARK_NUM_CPUS     logical CPUs that Ray counts with   (16, or the cores if more)
   DSPARK_READY_S      longest wait until healthy          (900)
   DSPARK_DRAIN_S      longest wait for streams on `down`  (30)
   DSPARK_VENV         virtual environment                 (.venv in the checkout)
   DSPARK_STATE        secrets, logs, process records      (.local in the checkout)
+  DSPARK_BENCH_DFLASH a DFlash drafter's folder, for bench (that arm is left out)
+  DSPARK_BENCH_NOTE   what else runs on the machine, for bench's report
   PYTHON              interpreter for a new environment   (python3, at least 3.11)
 TEXT
 }
@@ -37,9 +40,10 @@ http_host=${DSPARK_HOST:-127.0.0.1}
 http_port=${DSPARK_PORT:-8000}
 base=${DSPARK_PORT_BASE:-26300}
 python=$venv/bin/python
-# Names of the 7 ports from $base on; the last one is Redis.
+# Names of the ports from $base on; the last two are vLLM's own servers, which only bench starts.
 gcs_port=$base dashboard_port=$((base + 1)) client_port=$((base + 2)) agent_port=$((base + 3))
 agent_grpc_port=$((base + 4)) runtime_env_port=$((base + 5)) redis_port=$((base + 6))
+vllm_port=$((base + 7)) ngram_port=$((base + 8))
 
 say() { printf '▸ %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -149,9 +153,10 @@ TEXT
     local cores cpus
     cores=$(nproc)
     cpus=${DSPARK_NUM_CPUS:-$((cores > 16 ? cores : 16))} # replicas reserve logical CPUs; small machines have too few
-    # The mark in the environment is how `down` tells this cluster's processes from those of any other.
+    # The mark in the environment is how `down` tells this cluster's processes from those of any other. Ray would run
+    # its workers, engines included, at niceness 15: behind everything else on the machine, their own clients too.
     logged "Ray on port $gcs_port, dashboard on $dashboard_port" "$state/ray-start.log" \
-        env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" RAY_TMPDIR="$ray_tmp" setsid --wait \
+        env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" RAY_TMPDIR="$ray_tmp" RAY_worker_niceness=0 setsid --wait \
         "$venv/bin/ray" start --head --temp-dir="$ray_tmp" --num-cpus="$cpus" \
         --object-store-memory=268435456 --disable-usage-stats --port="$gcs_port" \
         --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" \
@@ -194,6 +199,88 @@ demo() {
     say "talk to it: curl http://127.0.0.1:$http_port/v1/chat/completions -H 'Content-Type: application/json' \\"
     echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
     say "stop it: bash cluster/local.sh down"
+}
+
+# bench_server NAME PORT OPTION...: vLLM's own server of the same model, on the cores that the deployments use.
+bench_server() {
+    local name=$1 port=$2
+    shift 2
+    say "vLLM's own server, $name, on port $port (log: $results/$name.log)"
+    env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" VLLM_CPU_OMP_THREADS_BIND=0,1 KMP_BLOCKTIME=1 HF_HUB_OFFLINE=1 \
+        LD_PRELOAD="$venv/lib/libiomp5.so" setsid "$python" -m vllm.entrypoints.openai.api_server \
+        --model "$("$python" -c 'from dspark_ray.sources import demo_folder; print(demo_folder())')" \
+        --served-model-name smollm2 --host 127.0.0.1 --port "$port" --enforce-eager --max-num-seqs 64 \
+        --max-model-len 2048 --kv-cache-memory-bytes 644245094 "$@" >"$results/$name.log" 2>&1 </dev/null 9>&- &
+    tools wait-port "$port" --timeout-s "${DSPARK_READY_S:-900}" || die "it did not start, see $results/$name.log"
+}
+
+bench_up() {
+    config=$1
+    up
+    trap bench_end EXIT # after `up`, which has a trap of its own for what it starts
+}
+
+# bench_part NAME OPTION...: one comparison; all its arms take turns. A part that fails leaves the others standing.
+bench_part() {
+    local name=$1
+    shift
+    say "measuring: $name"
+    "$venv/bin/dspark-ray" bench serve --url "http://127.0.0.1:$http_port/v1" "${load[@]}" "$@" \
+        --note "${DSPARK_BENCH_NOTE:-}" --out "$results/$name" >"$results/$name.md" \
+        || say "that part failed, see above"
+}
+
+bench() {
+    local quick= more=()
+    case "$*" in --quick) quick=1 ;; "") ;; *) die "bench takes --quick or nothing" ;; esac
+    setup
+    [ ! -f "$state/cluster.env" ] || die "a cluster of $state is up, which would be measured too: bash cluster/local.sh down"
+    results=$state/bench/$(date -u +%Y%m%d-%H%M%S)
+    mkdir -p "$results"
+    tools check-ports "$vllm_port" "$ngram_port" || die "choose others with DSPARK_PORT_BASE"
+    local vllm=vllm:url=http://127.0.0.1:$vllm_port/v1 ngram=vllm-ngram:url=http://127.0.0.1:$ngram_port/v1
+    if [ -n "$quick" ]; then
+        load=(--streams 1,4,16 --rounds 2 --max-tokens 48 --least-requests 3)
+    else
+        more=(--arm throughput:model=dspark,mode=throughput)
+        load=(--streams 1,4,16,64,128 --rates 1 --rounds 3 --max-tokens 64 --least-requests 8 --requests-per-stream 1)
+    fi
+
+    bench_up deployments/bench/served.yaml
+    bench_server vllm "$vllm_port"
+    bench_part served --arm plain:model=plain --arm "$vllm" --baseline plain --baseline vllm \
+        --arm off:model=dspark,mode=off --arm fixed:model=dspark,mode=fixed_len --arm tau:model=dspark,mode=tau \
+        "${more[@]}" --arm tau+throughput:model=dspark,mode=tau+throughput
+
+    bench_up deployments/bench/one-engine.yaml
+    bench_server vllm-ngram "$ngram_port" --speculative-config \
+        '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    bench_part one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
+        --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput
+    if [ -z "$quick" ]; then
+        bench_up deployments/bench/shapes.yaml
+        bench_part shapes --arm "$vllm" \
+            --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
+            --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
+            --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
+            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput
+    fi
+    if [ -n "${DSPARK_BENCH_DFLASH:-}" ]; then
+        sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
+            >"$results/dflash.yaml"
+        bench_up "$results/dflash.yaml"
+        bench_part dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
+            --arm dflash-fixed:model=dspark,mode=fixed_len --arm dflash:model=dspark,mode=tau+throughput
+    fi
+}
+
+# Whatever happened: stop everything, then show what was measured.
+bench_end() {
+    trap - EXIT
+    down || true
+    local files=("$results"/*/results.json)
+    [ -f "${files[0]}" ] || die "nothing was measured, see $results"
+    "$venv/bin/dspark-ray" bench report "${files[@]}" --out "$results/report.html" | tee "$results/report.md"
 }
 
 run_tests() {
@@ -252,6 +339,7 @@ shift || true
 case $command in
     demo | up | down | status) [ $# -eq 0 ] || die "$command takes no arguments"; "$command" ;;
     test) run_tests "$@" ;;
+    bench) bench "$@" ;;
     mode) mode "$@" ;;
     help | -h | --help) usage ;;
     *) usage >&2; exit 2 ;;

@@ -1,6 +1,7 @@
-"""What the machine under us can do, read from the operating system alone."""
+"""What the machine under us can do, and how to have CPUs do it; read from the operating system alone."""
 
 import platform
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def bf16_in_cpuinfo(text: str) -> bool:
     if not features or platform.machine() not in {"x86_64", "aarch64"}:
         return True
     return not _BF16_FLAGS.isdisjoint(features[0].split())
+
+
+def openmp_env() -> dict[str, str]:
+    """Environment with Intel's OpenMP, where this Python environment has it; it takes effect at a process's start."""
+    # Threads that spin while they wait would take the cores of the engines beside this one.
+    env = {"KMP_BLOCKTIME": "1"}
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return env | {"LD_PRELOAD": str(library)} if library.is_file() else env

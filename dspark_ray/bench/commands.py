@@ -118,24 +118,26 @@ def serve(
     )
     out.mkdir(parents=True, exist_ok=True)
     save(results, out / "results.json")
-    _show(results, out / "report.html")
+    _show([results], out / "report.html")
     if not any(turn.requests for turn in turns):
         raise click.ClickException(f"no request was answered: {turns[0].error}")
 
 
 @bench.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="HTML file; report.html beside FILE by default.")
-def report(file: Path, out: Path | None) -> None:
-    """Make the report of FILE, a results.json, again and print its table."""
-    _show(load_results(file), out or file.with_name("report.html"))
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Page; report.html beside the first file by default."
+)
+def report(files: Sequence[Path], out: Path | None) -> None:
+    """Make one report of FILES, the results.json of one or more runs, again and print their tables."""
+    _show([load_results(file) for file in files], out or files[0].with_name("report.html"))
 
 
-def _show(results: Results, page: Path) -> None:
+def _show(runs: Sequence[Results], page: Path) -> None:
     from dspark_ray.bench.report import markdown, write_html
 
-    click.echo(markdown(results))
-    write_html(results, page)
+    click.echo("\n\n".join(map(markdown, runs)))
+    write_html(runs, page)
     click.echo(f"\nreport: {page}", err=True)
 
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import click
 
+from dspark_ray.bench.prompts import MIXED, SETS
+from dspark_ray.hardware import openmp_env
 from dspark_ray.sources import DEMO_SOURCE, resolve_source
 
 METHODS = ("none", "ngram", "colocated", "remote")
 _SECRET = "only-for-this-benchmark"  # noqa: S105
 _REPLY = "\x1eREPLY "
-PROMPTS = Path(__file__).resolve().parents[2] / "tests" / "data" / "eval_slice.jsonl"
 
 
 class Child:
@@ -32,13 +33,11 @@ class Child:
 
     def __init__(self, role: str, arguments: dict[str, Any]):
         environment = dict(os.environ) | {
-            "DSPARK_SECRET": _SECRET, "HF_HUB_OFFLINE": "1", "KMP_BLOCKTIME": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+            "DSPARK_SECRET": _SECRET, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **openmp_env(),
         }  # fmt: skip
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
-        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-        if openmp.is_file():
-            environment["LD_PRELOAD"] = str(openmp)
         threads = 1 if role == "drafter" else arguments["threads"]
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -158,7 +157,7 @@ def _summary(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[st
 @click.option(
     "--target", default=DEMO_SOURCE, show_default=True, help="Folder of the target, or demo:smollm2."
 )
-@click.option("--prompts", type=click.Path(path_type=Path, exists=True), default=PROMPTS, help="JSON lines.")
+@click.option("--dataset", default=MIXED, show_default=True, help=f"{', '.join([*SETS, MIXED])}, or a file.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--mode", default="tau+throughput", show_default=True, help="Verify mode (scheduling.mode).")
 @click.option("--tau", default=0.2, show_default=True)

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from dspark_ray.bench.decode import reply
+from dspark_ray.bench.prompts import load_prompts
 from dspark_ray.drafter.checkpoint import load_draft_config, load_drafter
 from dspark_ray.drafter.runner import DraftRunner
 from dspark_ray.drafter.service import DrafterService
@@ -72,7 +73,7 @@ class Engine:
             max_num_seqs=MAX_STREAMS, kv_cache_memory_bytes=512 << 20, enable_prefix_caching=False,
             disable_log_stats=False, **kwargs,
         )  # fmt: skip
-        self._prompts = _prompts(Path(arguments["prompts"]), self._llm.get_tokenizer())
+        self._prompts = _prompts(arguments["dataset"], self._llm.get_tokenizer())
 
     def decode(self, streams: int, first: int, tokens: int) -> dict[str, Any]:
         """Decode `streams` prompts at once, greedily, and say what it took."""
@@ -110,16 +111,13 @@ class Engine:
         return {name: value for name, value in merged.items() if isinstance(value, int | float)}
 
 
-def _prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the file's prompts in the chat template, sets mixed, those that fit."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    stride = 7  # neighbouring lines are of one set; 7 divides none of the sets' sizes
-    mixed = [records[(i * stride) % len(records)] for i in range(len(records))]
+def _prompts(dataset: str, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the data set's prompts in the chat template, those that fit."""
     ids = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": record["prompt"]}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
         )
-        for record in mixed
+        for prompt in load_prompts(dataset)
     ]
     return [prompt for prompt in ids if len(prompt) < MAX_MODEL_LEN // 2]
 

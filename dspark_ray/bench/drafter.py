@@ -21,6 +21,7 @@ import torch
 from dspark_ray.drafter.checkpoint import load_drafter
 from dspark_ray.drafter.model import DraftConfig, DSparkModel
 from dspark_ray.drafter.runner import DraftItem, DraftRunner
+from dspark_ray.hardware import openmp_env
 from dspark_ray.sources import DEMO_SOURCE, resolve_source
 
 BATCHES, BLOCKS = (1, 4, 16, 64), (5, 7)
@@ -163,15 +164,12 @@ def engine_ratio(target: str, runner: DraftRunner, threads: int, dtype: str) -> 
 
 def _enter_engine_environment() -> None:
     """Start this process again with what a CPU engine wants, which takes effect only at start-up."""
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
-        "KMP_BLOCKTIME": "1",
+        **openmp_env(),
     }
-    if openmp.is_file():
-        wanted["LD_PRELOAD"] = str(openmp)
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         arguments = [sys.executable, "-m", "dspark_ray.bench.drafter", *sys.argv[1:]]
         os.execve(sys.executable, arguments, {**os.environ, **wanted})  # noqa: S606 - ourselves again

@@ -140,12 +140,22 @@ def _html_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return "".join([*out, "</tbody></table>"])
 
 
-def write_html(results: Results, path: Path) -> None:
-    """Write the page: settings, tables, figures. Nothing in it is loaded from elsewhere.
+def write_html(runs: Sequence[Results], path: Path) -> None:
+    """Write the page: settings, tables, figures of each run. Nothing in it is loaded from elsewhere.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>dspark_ray: measured</title>',
+        f"<style>{_STYLE}</style><h1>Measured</h1>",
+        *map(_section, runs),
+        "</html>",
+    ]
+    path.write_text("".join(parts), encoding="utf-8")
+
+
+def _section(results: Results) -> str:
     rows = summary(results)
     faults = [f"{row.offer}, {row.arm}: {row.error}" for row in rows if row.error]
     about = "".join(
@@ -154,18 +164,17 @@ def write_html(results: Results, path: Path) -> None:
     )
     with_steps = [row for row in rows if row.counts and row.counts.steps]
     parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>dspark_ray: measured</title>',
-        f"<style>{_STYLE}</style><h1>Measured</h1><p>{html.escape(_setting(results))}</p>",
+        f"<h2>{html.escape(', '.join(results.arm_names))}</h2><p>{html.escape(_setting(results))}</p>",
         *(f'<p class="bad">{html.escape(fault)}</p>' for fault in faults),
         _html_table(_main_columns(results), rows),
         *(
-            f"<figure><h2>{html.escape(title)}</h2>{svg}</figure>"
+            f"<figure><h3>{html.escape(title)}</h3>{svg}</figure>"
             for title, svg in figures(results, rows).items()
         ),
-        "<h2>Latency, goodput, cost</h2>",
+        "<h3>Latency, goodput, cost</h3>",
         _html_table(_latency_columns(results), rows),
-        *(["<h2>A step</h2>", _html_table(_step_columns(), with_steps)] if with_steps else []),
-        f"<h2>Settings</h2><dl>{about}</dl>",
-        f"<h2>Arms</h2><pre>{html.escape(chr(10).join(map(str, results.arms)))}</pre></html>",
+        *(["<h3>A step</h3>", _html_table(_step_columns(), with_steps)] if with_steps else []),
+        f"<h3>Settings</h3><dl>{about}</dl>",
+        f"<h3>Arms</h3><pre>{html.escape(chr(10).join(map(str, results.arms)))}</pre>",
     ]
-    path.write_text("".join(parts), encoding="utf-8")
+    return "".join(parts)

@@ -20,10 +20,10 @@ from ray import serve
 
 from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
 from dspark_ray.errors import DrafterUnavailableError
-from dspark_ray.hardware import cpu_computes_bf16
+from dspark_ray.hardware import cpu_computes_bf16, openmp_env
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
-from dspark_ray.serving.engine_args import LEAST_CPUS, openmp_env
+from dspark_ray.serving.engine_args import LEAST_CPUS
 from dspark_ray.serving.ports import free_port_range
 from dspark_ray.serving.speculation import checkpoint_folder, target_folder
 from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent

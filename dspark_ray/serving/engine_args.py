@@ -1,13 +1,12 @@
 """From one model's configuration to what Ray Serve LLM and vLLM are told. No engine starts here."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ray.serve.llm import LLMConfig
 
 from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
-from dspark_ray.hardware import cpu_computes_bf16
+from dspark_ray.hardware import cpu_computes_bf16, openmp_env
 from dspark_ray.serving.speculation import drafts_in_shim, speculation_arguments
 from dspark_ray.sources import resolve_source
 
@@ -145,14 +144,6 @@ def replica_env(model: ModelConfig, role: RoleConfig, source: str) -> dict[str, 
     elif drafts_in_shim(model):
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner that our worker extends
     return env | role.env
-
-
-def openmp_env() -> dict[str, str]:
-    """Intel's OpenMP for a process that computes on CPUs, where the environment has it."""
-    # Threads that spin while they wait would take the cores of the engines beside this one.
-    env = {"KMP_BLOCKTIME": "1"}
-    library = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return env | {"LD_PRELOAD": str(library)} if library.is_file() else env
 
 
 def core_binding(cpu_cores: str | None, ranks: int) -> str:

@@ -9,13 +9,13 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark_ray.errors import ConfigError
+from dspark_ray.hardware import openmp_env
 
 _SENTINEL = "dspark-user-turn-goes-here"
 
@@ -116,11 +116,8 @@ def start_engine(target: Path, *, max_model_len: int, batch_size: int, dtype: st
     import torch
 
     if not torch.cuda.is_available():
-        runtime = Path(sys.prefix) / "lib" / "libiomp5.so"
-        if runtime.exists():
-            os.environ.setdefault("LD_PRELOAD", str(runtime))
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("KMP_BLOCKTIME", "1")
+        for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", **openmp_env()}.items():
+            os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM
 

@@ -8,7 +8,7 @@ import yaml
 from dspark_ray.config import load_serve_file
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted([*(ROOT / "deployments").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
+FILES = sorted([*(ROOT / "deployments").rglob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 
 
 def test_the_three_deployments_are_there():
