@@ -156,7 +156,7 @@ TEXT
     # The mark in the environment is how `down` tells this cluster's processes from those of any other. Ray would run
     # its workers, engines included, at niceness 15: behind everything else on the machine, their own clients too.
     logged "Ray on port $gcs_port, dashboard on $dashboard_port" "$state/ray-start.log" \
-        env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" RAY_TMPDIR="$ray_tmp" RAY_worker_niceness=0 setsid --wait \
+        env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" RAY_TMPDIR="$ray_tmp" RAY_worker_niceness="${RAY_worker_niceness:-0}" setsid --wait \
         "$venv/bin/ray" start --head --temp-dir="$ray_tmp" --num-cpus="$cpus" \
         --object-store-memory=268435456 --disable-usage-stats --port="$gcs_port" \
         --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" \

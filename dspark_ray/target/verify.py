@@ -77,7 +77,9 @@ class VerifyPlanner:
 
     def control(self, message: TargetControl) -> None:
         """Follow what the replica says; fields that are None stay as they are."""
-        self.mode = message.mode or self.mode
+        if message.mode is not None and message.mode != self.mode:
+            self.mode = message.mode
+            self._rounds = self._steps_skipped = 0  # what another mode verified says nothing of this one
         self._tau = self._tau if message.tau is None else message.tau
         self._fixed_tau = self._fixed_tau if message.fixed_tau is None else message.fixed_tau
         self._fixed_len = self._fixed_len if message.fixed_len is None else message.fixed_len

@@ -45,6 +45,20 @@ def test_modes_switch_at_run_time():
     assert plan_.draft_len(9) == 2
 
 
+def test_a_new_mode_judges_by_its_own_rounds():
+    """Whole blocks that did not pay under fixed_len are no reason to skip drafting under throughput."""
+    plan_ = planner("fixed_len", StepProfile([1, 8, 64], [1.0, 8.0, 64.0]))
+    for _ in range(100):
+        plan_.observe_round(5, 0)
+    plan_.control(TargetControl(mode="throughput"))
+    assert plan_.worth_drafting(4, 0)
+    for _ in range(16):
+        plan_.observe_round(5, 0)
+    assert not plan_.worth_drafting(4, 0)
+    plan_.control(TargetControl(mode="throughput", tau=0.4))  # said again, it changes nothing
+    assert not plan_.worth_drafting(4, 0)
+
+
 def test_room_and_full_rounds():
     short = DraftedRow(ROW.confidence_logits, 0.0, 1)
     assert planner("fixed_len").lengths([ROW, short], 0)[0] == [5, 1]
