@@ -128,17 +128,28 @@ def serve(
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Page; report.html beside the first file by default."
 )
-def report(files: Sequence[Path], out: Path | None) -> None:
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Markdown file whose marked place gets the tables; README.md has one.",
+)
+def report(files: Sequence[Path], out: Path | None, into: Path | None) -> None:
     """Make one report of FILES, the results.json of one or more runs, again and print their tables."""
-    _show([load_results(file) for file in files], out or files[0].with_name("report.html"))
+    from dspark_ray.bench.report import put_into
+
+    tables = _show([load_results(file) for file in files], out or files[0].with_name("report.html"))
+    if into is not None:
+        into.write_text(put_into(into.read_text(), tables))
 
 
-def _show(runs: Sequence[Results], page: Path) -> None:
+def _show(runs: Sequence[Results], page: Path) -> str:
     from dspark_ray.bench.report import markdown, write_html
 
-    click.echo("\n\n".join(map(markdown, runs)))
+    tables = "\n\n".join(map(markdown, runs))
+    click.echo(tables)
     write_html(runs, page)
     click.echo(f"\nreport: {page}", err=True)
+    return tables
 
 
 def _arms(texts: Sequence[str], url: str) -> list[Arm]:

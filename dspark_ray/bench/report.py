@@ -6,12 +6,15 @@ from pathlib import Path
 
 from dspark_ray.bench.plots import figures
 from dspark_ray.bench.results import Ratio, Results, Row, summary
+from dspark_ray.errors import ConfigError
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}td,th{padding:.2rem .6rem;
 border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}td:first-child,th:first-child,td:nth-child(2),
 th:nth-child(2){text-align:left}figure{margin:1.5rem 0}svg{max-width:100%;height:auto}dt{font-weight:600}
 figure+figure{border-top:1px solid #eee}.bad{color:#b00}"""
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -43,16 +46,14 @@ def _main_columns(results: Results) -> list[Column]:
         ("TTFT p50, ms", lambda r: _number(r.ttft_ms.get("p50"), 0)),
     ]
 
-    def against(baseline: str) -> list[Column]:
-        return [
-            (f"× {baseline}", lambda r: _ratio(r.ratios.get(baseline))),
-            (f"per user × {baseline}", lambda r: _ratio(r.user_ratios.get(baseline))),
-        ]
+    def against(baseline: str) -> Column:
+        return f"× {baseline}", lambda r: _ratio(r.ratios.get(baseline))
 
-    for baseline in results.baselines:
-        columns += against(baseline)
+    first = results.baselines[0]
     return [
         *columns,
+        *map(against, results.baselines),
+        (f"per user × {first}", lambda r: _ratio(r.user_ratios.get(first))),
         ("accept length", lambda r: _number(r.counts.accept_len, 2) if r.counts else ""),
         ("verify length", lambda r: _number(r.counts.verify_len, 2) if r.counts else ""),
         ("waste", lambda r: _percent(r.counts.waste) if r.counts else ""),
@@ -120,6 +121,19 @@ def markdown(results: Results) -> str:
     head, body = _cells(_main_columns(results), summary(results))
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in body)]
     return "\n".join([_setting(results), "", *lines])
+
+
+def put_into(text: str, tables: str) -> str:
+    """A document with the tables in the place of what is between its two marks.
+
+    Raises:
+        ConfigError: it has no such place.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"no {BEGIN} … {END} to put the tables into")
+    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
 
 
 def _setting(results: Results) -> str:

@@ -202,6 +202,18 @@ def test_the_report_is_one_file_with_every_figure_and_the_table_is_markdown(run:
     assert [link for link in loaded if "xlink" not in link] == []
 
 
+def test_the_tables_take_the_marked_place_of_a_document(run: Path):
+    document = run.with_name("doc.md")
+    document.write_text("a\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nz\n")
+    arguments = ["bench", "report", str(run), "--into", str(document)]
+    for _ in range(2):  # again and again
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        text = document.read_text()
+        assert (text[:2], text[-3:], text.count("| fast |"), "old" in text) == ("a\n", "\nz\n", 1, False)
+    document.write_text("no place")
+    assert "no <!-- measured: begin -->" in CliRunner().invoke(main, arguments).output
+
+
 def test_serve_names_what_is_wrong_before_it_starts():
     for arguments, fault in (
         (["--arm", "a:model=m", "--baseline", "b"], "no such arm"),
