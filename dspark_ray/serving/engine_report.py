@@ -39,6 +39,8 @@ BINS_EVERY = 5
 """Reports between two that carry the calibration bins, their largest part."""
 UNBOUNDED_VERIFY_LEN = 32
 """The longest block there is."""
+QUIET_REPORTS = 10
+"""Reports after the last event in the engine that still ask its worker: aborts reach it with a later step."""
 STEP_COST_CHANGE = 0.1
 """A curve whose points have moved by this share is worth sharing again."""
 
@@ -151,23 +153,23 @@ class EngineReport:
         self._obeying = asyncio.Lock()
         self._bins = CalibrationTally(calibration)
         self._reports = 0
+        self._seen: tuple[Any, ...] = ()
+        self._quiet_reports = 0
         self._step_ms: tuple[float, ...] = ()
         self._last_steps = (0, 0.0)
         self._step_s = 0.0
 
     async def collect(self, policy: ActivePolicy) -> tuple[LoadSample, Sequence[RoundRecord]]:
         """Obey the policy and report. Raises whatever the engine raises when it is broken."""
+        rounds: list[RoundRecord] = []
         if self._has_shim:
             if self._identity.role == "verifier":
                 await self._obey(policy)
-            answers = await self._rpc("dspark_stats")
-            payload = next((answer for answer in answers if answer is not None), None)
-            self.worker = msgspec.msgpack.decode(payload) if payload else {}
+            if self._may_have_news():
+                rounds = await self._ask_worker()
         worker = self.worker
         shim: Mapping[str, Any] = worker.get("shim", {})
         client: Mapping[str, Any] = worker.get("client", {})
-        rounds = msgspec.convert(shim.get("full_rounds", []), list[RoundRecord])
-        self._bins.count(rounds)
         counters = self._counters
         sample = self._identity.sample(
             requests_running=counters.requests_running,
@@ -190,6 +192,30 @@ class EngineReport:
         )
         self._reports += 1
         return sample, rounds
+
+    def _may_have_news(self) -> bool:
+        """Whether anything has happened in the engine since its worker was last asked, or a little earlier.
+
+        Not asked for its own sake: each question has vLLM's engine and worker processes spin for a second more
+        while they wait for the next one, so that an idle engine would take a core all the time.
+        """
+        counters = self._counters
+        now = (
+            counters.requests_running, counters.requests_waiting, counters.tokens_generated, self._obeyed,
+        )  # fmt: skip
+        if now != self._seen or counters.requests_running:
+            self._seen, self._quiet_reports = now, 0
+        self._quiet_reports += 1
+        return self._quiet_reports <= QUIET_REPORTS
+
+    async def _ask_worker(self) -> list[RoundRecord]:
+        """Read the worker's counters; its full rounds since the last time are returned, and counted."""
+        answers = await self._rpc("dspark_stats")
+        payload = next((answer for answer in answers if answer is not None), None)
+        self.worker = msgspec.msgpack.decode(payload) if payload else {}
+        rounds = msgspec.convert(self.worker.get("shim", {}).get("full_rounds", []), list[RoundRecord])
+        self._bins.count(rounds)
+        return rounds
 
     async def set_speculation(self, setting: SpeculationSetting) -> dict[str, Any]:
         """Have the worker follow an operator's setting from its next step on.
@@ -264,7 +290,9 @@ def target_control(
     longest = 0 if setting.mode == "off" else policy.max_verify_len
     return TargetControl(
         mode=scheduling.mode if setting.mode in (None, "off") else setting.mode,
-        tau=policy.tau if setting.tau is None else setting.tau,
+        tau=round(policy.tau, 3)
+        if setting.tau is None
+        else setting.tau,  # the load's last trickle changes nothing
         fixed_tau=scheduling.fixed_tau if setting.tau is None else setting.tau,
         fixed_len=UNBOUNDED_VERIFY_LEN if length is None else length,
         max_verify_len=UNBOUNDED_VERIFY_LEN if longest is None else longest,

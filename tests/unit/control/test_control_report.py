@@ -13,7 +13,12 @@ from dspark_ray.control.membership import calibration_drift
 from dspark_ray.decoding.calibration import Calibration, CalibrationTable
 from dspark_ray.errors import ConfigError
 from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, SpeculationSetting, TargetControl
-from dspark_ray.serving.engine_report import UNBOUNDED_VERIFY_LEN, CalibrationTally, EngineReport
+from dspark_ray.serving.engine_report import (
+    QUIET_REPORTS,
+    UNBOUNDED_VERIFY_LEN,
+    CalibrationTally,
+    EngineReport,
+)
 from dspark_ray.serving.telemetry import ReplicaIdentity
 
 ROUTE = DrafterRoute("d0", "tcp://d0", 1.0)
@@ -55,6 +60,27 @@ async def test_a_sample_carries_the_engines_and_the_workers_numbers() -> None:
     assert (sample.tokens_wasted, sample.tokens_committed, sample.deadline_misses) == (7, 99, 1)
     assert sample.deployment == "Verifier:m"
     assert rounds == []
+
+
+async def test_an_idle_engine_is_left_alone_until_something_happens() -> None:
+    engine, asked = Engine(), []
+    reporter = report(engine)
+    rpc, reporter._rpc = reporter._rpc, lambda method, **_: asked.append(method) or rpc(method, **_)
+    counters = reporter._counters
+    counters.requests_running = 0
+    engine.shim["full_rounds"] = [RoundRecord((0.0,), 1, 1, 0.0)]
+    counted = [len((await reporter.collect(POLICY))[1]) for _ in range(3 * QUIET_REPORTS)]
+    assert asked.count("dspark_stats") == QUIET_REPORTS
+    assert counted == [1] * QUIET_REPORTS + [0] * 2 * QUIET_REPORTS, "no round is told twice"
+    counters.tokens_generated += 1
+    engine.shim["steps"] = 9
+    await reporter.collect(POLICY)
+    assert reporter.worker["shim"]["steps"] == 9
+    asked.clear()
+    counters.requests_running = 1
+    for _ in range(3 * QUIET_REPORTS):
+        await reporter.collect(POLICY)
+    assert asked.count("dspark_stats") == 3 * QUIET_REPORTS, "one at work is asked each time"
 
 
 async def test_step_time_is_the_mean_of_the_steps_since_the_last_report() -> None:
