@@ -143,6 +143,7 @@ def _setting(results: Results) -> str:
         f"{about['load_average_after']:.1f} after; {about['finished']}, commit {about['commit']}. "
         f"Prompts: {about['dataset']}, at most {about['max_tokens']} tokens, temperature {about['temperature']:g}, "
         f"{about['rounds']} rounds; medians of rounds, ratios round by round with their lowest and highest."
+        + (f" {about['note']}" if about.get("note") else "")
     )
 
 

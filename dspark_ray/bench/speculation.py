@@ -132,6 +132,7 @@ class Deployment:
 
         if not ray.is_initialized():
             ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        self._handles: dict[str, Any] = {}
 
     def set_mode(self, arm: Arm) -> None:
         """Have the arm's verifiers speculate as it says, from their next step on."""
@@ -143,15 +144,19 @@ class Deployment:
 
     def snapshot(self, model: str) -> list[Counters]:
         """Counters of all verifiers of a model."""
+        if model not in self._handles:
+            self._handles[model] = self._handle(model)
+        snapshots: list[Counters] = self._handles[model].broadcast("stats").results(timeout_s=REPLY_TIMEOUT_S)
+        return snapshots
+
+    def _handle(self, model: str) -> Any:
         from ray import serve
 
         from dspark_ray.serving.names import VERIFIER_PREFIX, deployment_suffix
 
         name = VERIFIER_PREFIX + deployment_suffix(model)
         app = next(app for app, status in serve.status().applications.items() if name in status.deployments)
-        handle = serve.get_deployment_handle(name, app)
-        snapshots: list[Counters] = handle.broadcast("stats").results(timeout_s=REPLY_TIMEOUT_S)
-        return snapshots
+        return serve.get_deployment_handle(name, app)
 
 
 class Watch:
