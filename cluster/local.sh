@@ -248,18 +248,18 @@ bench() {
 
     bench_up deployments/bench/served.yaml
     bench_server vllm "$vllm_port"
-    bench_part served --arm plain:model=plain --arm "$vllm" --baseline plain --baseline vllm \
+    bench_part 1-served --arm plain:model=plain --arm "$vllm" --baseline plain --baseline vllm \
         --arm off:model=dspark,mode=off --arm fixed:model=dspark,mode=fixed_len --arm tau:model=dspark,mode=tau \
         "${more[@]}" --arm tau+throughput:model=dspark,mode=tau+throughput
 
     bench_up deployments/bench/one-engine.yaml
     bench_server vllm-ngram "$ngram_port" --speculative-config \
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-    bench_part one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
+    bench_part 2-one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
         --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput
     if [ -z "$quick" ]; then
         bench_up deployments/bench/shapes.yaml
-        bench_part shapes --arm "$vllm" \
+        bench_part 3-shapes --arm "$vllm" \
             --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
             --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
             --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
@@ -269,7 +269,7 @@ bench() {
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
             >"$results/dflash.yaml"
         bench_up "$results/dflash.yaml"
-        bench_part dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
+        bench_part 4-dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
             --arm dflash-fixed:model=dspark,mode=fixed_len --arm dflash:model=dspark,mode=tau+throughput
     fi
 }
