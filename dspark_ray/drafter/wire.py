@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,6 +128,8 @@ def check_proposal(proposal: DraftProposal, draft_lens: Sequence[int], vocab_siz
             )
         if any(token >= vocab_size for token in answer.draft_token_ids):
             raise ProtocolError(f"drafted ids {answer.draft_token_ids} leave the vocabulary {vocab_size}")
+        if not all(map(math.isfinite, answer.confidence_logits)):
+            raise ProtocolError(f"confidences {answer.confidence_logits} are not numbers")
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:

@@ -20,7 +20,9 @@ from dspark_ray.target.drafter_client import ClientCounters, DraftQuestion
 
 logger = logging.getLogger(__name__)
 _MISSES_UNTIL_DOWN = 3
+_BAD_UNTIL_DOWN = 3
 _RETRY_S = 0.25
+_FAREWELL_MS = 200
 _FINISHED_HELD = 4096
 _BACK_OFF_REASONS = frozenset({"fingerprint", "version", "malformed"})
 
@@ -39,6 +41,8 @@ class _Link:
     sent_at: dict[int, float] = field(default_factory=dict)
     """Epoch of each call without a reply yet, and when it was sent."""
     misses: int = 0
+    bad: int = 0
+    """Replies in a row that could not be used."""
     retry_at: float = 0.0
     """Not used before that time, unless there is no other."""
 
@@ -85,16 +89,14 @@ class RemoteDrafters:
         """Follow the pool: new drafters are connected to, the requests of gone ones move."""
         wanted = {route.replica: route for route in drafters}
         for name in [n for n, link in self._links.items() if n not in wanted]:
-            self._abandon(self._links[name])
-            self._links.pop(name).socket.close()
+            self._close(self._links.pop(name))
         for name, route in wanted.items():
             link = self._links.get(name)
             if link is not None and link.route.endpoint == route.endpoint:
                 link.route = route
                 continue
             if link is not None:  # restarted elsewhere
-                self._abandon(link)
-                link.socket.close()
+                self._close(link)
             self._links[name] = _Link(route, self._connect(route.endpoint), Deadline(self._deadline_ms))
 
     def draft(self, questions: Sequence[DraftQuestion], finished: Sequence[str]) -> list[DraftAnswer | None]:
@@ -172,6 +174,14 @@ class RemoteDrafters:
         for key in link.keys:
             self._owner.pop(key, None)
         link.keys.clear()
+
+    def _close(self, link: _Link) -> None:
+        """Part with a drafter. One that still listens hears that it may free what it holds for this verifier."""
+        link.finished += link.keys
+        self._abandon(link)
+        if link.finished:
+            self._send(link, [])
+        link.socket.close(_FAREWELL_MS)
 
     def _send(self, link: _Link, questions: Sequence[DraftQuestion]) -> bool:
         """Send one call; false when the drafter is not there."""
@@ -253,8 +263,12 @@ class RemoteDrafters:
                 self.counters.bad_replies += 1
                 return None
             check_proposal(reply, draft_lens, self._vocab_size)
+            link.bad = 0
         except ProtocolError as error:
             self.counters.bad_replies += 1
+            link.bad += 1
+            if link.bad >= _BAD_UNTIL_DOWN:
+                self._down(link, f"has sent {link.bad} replies in a row that cannot be used")
             logger.warning("drafter %s: %s; reply dropped", link.route.replica, error)
             return [], 0.0
         return reply.answers, reply.compute_ms

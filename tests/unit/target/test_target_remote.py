@@ -142,6 +142,19 @@ def test_requests_of_a_dead_drafter_move_and_are_fed_anew():
         assert alive.slow.slots_in_use == 4
 
 
+def test_a_drafter_that_leaves_the_pool_holds_nothing_back():
+    """Also while it lives: it may come back, and its slots would never be freed as those of a silent verifier."""
+    with service() as leaving, service() as staying, client(leaving, staying) as pool:
+        connected(pool, leaving, staying)
+        questions = [question(key) for key in "abcd"]
+        until_answered(pool, questions)
+        assert leaving.slow.slots_in_use == 2
+        pool.route([DrafterRoute("d1", staying.endpoint, 1.0)])
+        assert _soon(lambda: leaving.slow.slots_in_use == 0)
+        until_answered(pool, questions)
+        assert staying.slow.slots_in_use == 4
+
+
 def test_a_restarted_drafter_says_what_it_misses():
     with client() as pool:
         with service() as first:
