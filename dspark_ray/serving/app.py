@@ -9,7 +9,12 @@ from ray.serve import Application
 from dspark_ray.config import AppConfig, ModelConfig, parse_app_config
 from dspark_ray.errors import ConfigError
 from dspark_ray.serving.drafter import DrafterServer, drafter_bundle
-from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S, llm_config, scaling_options
+from dspark_ray.serving.engine_args import (
+    HEALTH_CHECK_PERIOD_S,
+    HEALTH_CHECK_TIMEOUT_S,
+    llm_config,
+    scaling_options,
+)
 from dspark_ray.serving.ingress import make_ingress
 from dspark_ray.serving.names import (
     DRAFTER_PREFIX,
@@ -83,6 +88,7 @@ def _build_drafters(model: ModelConfig, config: AppConfig) -> Application:
         **scaling_options(role, target_ongoing_requests=role.max_ongoing_requests),
         max_ongoing_requests=role.max_ongoing_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,
         # The replica reserves nothing itself: its drafting actor takes the bundle, on the same node.
         ray_actor_options={"num_cpus": 0},
@@ -101,6 +107,7 @@ def _build_ingress(config: AppConfig, verifiers: dict[str, Application]) -> Appl
         max_ongoing_requests=2 * role.max_ongoing_requests,
         max_queued_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,
         ray_actor_options={
             "num_cpus": role.cpus,

@@ -5,6 +5,7 @@ read again from Redis, so Ray may restart it at any time; meanwhile replicas fol
 themselves.
 """
 
+import asyncio
 import logging
 import os
 import random
@@ -33,6 +34,9 @@ from dspark_ray.serving.telemetry import MetricSet
 logger = logging.getLogger(__name__)
 NAMESPACE = "dspark"
 METRICS_INTERVAL_S = 1.0
+WATCH_PERIOD_S = 5.0
+# Well above what a tick may wait for Redis.
+HANG_AFTER_S = 15.0
 
 
 def scheduler_name(telemetry: TelemetryConfig) -> str:
@@ -67,6 +71,21 @@ def ensure_cluster_scheduler(control: ControlConfig, telemetry: TelemetryConfig)
     return handle
 
 
+async def watch_cluster_scheduler(scheduler: ActorHandle) -> None:
+    """Have a scheduler that hangs killed, for as long as this task runs; Ray starts it anew on the same handle."""
+    while True:
+        await asyncio.sleep(WATCH_PERIOD_S)
+        try:
+            silent_s = await asyncio.wait_for(scheduler.silent_s.remote(), HANG_AFTER_S)
+        except TimeoutError:
+            silent_s = HANG_AFTER_S
+        except ray.exceptions.RayError:
+            continue  # it is restarting
+        if silent_s >= HANG_AFTER_S:
+            logger.warning("the cluster scheduler hangs and is started anew")
+            ray.kill(scheduler, no_restart=False)
+
+
 class ClusterScheduler:
     """Ticks in a thread of its own; its methods are what others may ask.
 
@@ -92,6 +111,7 @@ class ClusterScheduler:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._ticks = self._failures = 0
+        self._came_round_s = time.monotonic()
         self._tick_s = 0.0
         self._routes: dict[str, tuple[DrafterRoute, ...]] = {}
         self._sizing: dict[str, SizingDecision] = {}
@@ -127,6 +147,10 @@ class ClusterScheduler:
                 "pid": os.getpid(),
                 "view": msgspec.to_builtins(view),
             }
+
+    def silent_s(self) -> float:
+        """Seconds since the last tick began, whether or not it found Redis."""
+        return time.monotonic() - self._came_round_s
 
     def exchange_sizing(
         self, decisions: Mapping[str, SizingDecision]
@@ -170,6 +194,7 @@ class ClusterScheduler:
 
     def _step(self, started_s: float) -> float:
         """One tick, whatever happens; returns the seconds from its start to the next one."""
+        self._came_round_s = started_s
         try:
             with self._lock:
                 decisions = self._ruler.step()

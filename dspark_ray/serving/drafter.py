@@ -26,7 +26,13 @@ from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
 from dspark_ray.serving.engine_args import LEAST_CPUS
 from dspark_ray.serving.ports import free_port_range
 from dspark_ray.serving.speculation import checkpoint_folder, target_folder
-from dspark_ray.serving.telemetry import ReplicaIdentity, device_kind, report_forever, start_agent
+from dspark_ray.serving.telemetry import (
+    ReplicaIdentity,
+    device_kind,
+    process_stats,
+    report_forever,
+    start_agent,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +215,8 @@ class DrafterServer:
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters, at most a second old, where it listens, and how often it was restarted."""
-        return {**self._snapshot, "endpoint": self._plan.endpoint, "restarts": self._restarts}
+        engine = {**self._snapshot, "engine_pid": self._snapshot["pid"]}
+        return {**engine, **process_stats(), "endpoint": self._plan.endpoint, "restarts": self._restarts}
 
 
 def engine_plan(model: ModelConfig, secret_env: str) -> EnginePlan:

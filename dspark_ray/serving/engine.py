@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
+from dspark_ray.serving.engine_guard import guard_children
 from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
 from dspark_ray.serving.ports import free_port_range
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest, RemotePrefill
@@ -111,6 +112,11 @@ class DSparkEngine(VLLMEngine):
     def client(self) -> DisaggregatedLLM:
         """The engine client; there from `start` on."""
         return self._engine_client
+
+    async def start(self) -> None:
+        """Start the engine, and what ends its processes should this one be killed."""
+        await super().start()
+        self._guard = guard_children()
 
     def _start_async_llm_engine(
         self,

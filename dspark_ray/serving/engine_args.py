@@ -12,6 +12,8 @@ from dspark_ray.sources import resolve_source
 
 LOCAL_MODEL = "dspark_ray.serving.engine.LocalModel"
 HEALTH_CHECK_PERIOD_S = 5.0
+# Serve replaces a replica after three failed checks; its own 30 s would leave a hung one there for two minutes.
+HEALTH_CHECK_TIMEOUT_S = 10.0
 # A Ray placement group refuses a bundle that reserves nothing.
 LEAST_CPUS = 0.01
 
@@ -107,6 +109,7 @@ def deployment_options(model: ModelConfig, role: RoleConfig) -> dict[str, Any]:
         "max_ongoing_requests": role.max_ongoing_requests,
         "max_queued_requests": role.max_queued_requests,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": role.graceful_shutdown_timeout_s,
         # The placement group's bundles already count what the replica takes.
         "ray_actor_options": {"num_cpus": 0},

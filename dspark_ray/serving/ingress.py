@@ -30,12 +30,12 @@ from starlette.types import Receive, Scope, Send
 from dspark_ray.config import AppConfig, SecurityConfig
 from dspark_ray.errors import RequestError
 from dspark_ray.serving.access import SCOPE_PRINCIPAL, AccessMiddleware, check_request
-from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler
+from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler, watch_cluster_scheduler
 from dspark_ray.serving.drain import DrainGuard
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
 from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
 from dspark_ray.serving.request_parsing import parse_request, read_body
-from dspark_ray.serving.telemetry import report_ingress
+from dspark_ray.serving.telemetry import process_stats, report_ingress
 
 ERROR_EVENT = 'data: {"error":'
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -59,6 +59,8 @@ class OpenAiIngress:
         self._in_hand: Counter[str] = Counter()
         self._scheduler = ensure_cluster_scheduler(config.control, config.telemetry)
         self._reporting = report_ingress(config, self._in_hand)
+        if self._scheduler is not None:
+            self._reporting.append(asyncio.create_task(watch_cluster_scheduler(self._scheduler)))
         self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
 
     async def check_health(self) -> None:
@@ -88,6 +90,10 @@ class OpenAiIngress:
     async def health(self) -> Response:
         """GET /health."""
         return JSONResponse({"status": "ok"})
+
+    async def stats(self) -> dict[str, int]:
+        """This replica's counters; no route leads here, only its Serve handle."""
+        return {**process_stats(), "requests_in_hand": self._in_hand.total()}
 
     def _card(self, model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": self._created_s, "owned_by": "dspark_ray"}

@@ -22,7 +22,7 @@ from dspark_ray.serving.remote_prefill import (
     PrefillRequest,
 )
 from dspark_ray.serving.speculation import drafts_in_shim
-from dspark_ray.serving.telemetry import device_kind
+from dspark_ray.serving.telemetry import device_kind, process_stats
 from dspark_ray.target.handoff import HANDOFF_KEY
 
 
@@ -82,7 +82,7 @@ class PrefillServer(PDPrefillServer):
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
-        return {**self.engine.counters.snapshot(), "workers": self._report.worker}
+        return {**process_stats(), **self.engine.counters.snapshot(), "workers": self._report.worker}
 
 
 class DataParallelPrefillServer(PrefillServer, DPServer):

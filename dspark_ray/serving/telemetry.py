@@ -75,6 +75,11 @@ class ReplicaIdentity:
         )
 
 
+def process_stats() -> dict[str, int]:
+    """The process of a replica and the tasks in its event loop, from within that loop."""
+    return {"pid": os.getpid(), "asyncio_tasks": len(asyncio.all_tasks())}
+
+
 def device_kind(role: RoleConfig) -> str:
     """What a replica of the role computes on, as `LoadSample.device_kind` says it."""
     return (role.accelerator_type or "gpu") if role.gpus else "cpu"

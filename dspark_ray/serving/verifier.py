@@ -19,7 +19,7 @@ from dspark_ray.serving.engine_report import report_engine
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
 from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.streams import coalesce
-from dspark_ray.serving.telemetry import device_kind
+from dspark_ray.serving.telemetry import device_kind, process_stats
 
 STREAM_INTERVAL_S = 0.02
 
@@ -119,6 +119,7 @@ class VerifierServer(PDDecodeServer):
         """This replica's counters."""
         remote = self._remote_prefill
         return {
+            **process_stats(),
             **self.engine.counters.snapshot(),
             "requests_queued": remote.waiting if remote else 0,
             "remote_prefills": dict(remote.outcomes) if remote else {},
