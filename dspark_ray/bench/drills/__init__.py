@@ -1,0 +1,1 @@
+"""Fault drills on a running deployment: steady traffic, one fault, and what it cost. See ``__main__``."""
