@@ -23,9 +23,9 @@ from dspark_ray.errors import DrafterUnavailableError
 from dspark_ray.hardware import cpu_computes_bf16, openmp_env
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
-from dspark_ray.serving.engine_args import LEAST_CPUS
+from dspark_ray.serving.model_folders import checkpoint_folder, target_folder
+from dspark_ray.serving.names import LEAST_CPUS
 from dspark_ray.serving.ports import free_port_range
-from dspark_ray.serving.speculation import checkpoint_folder, target_folder
 from dspark_ray.serving.telemetry import (
     ReplicaIdentity,
     device_kind,

@@ -7,6 +7,7 @@ from ray.serve.llm import LLMConfig
 
 from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
 from dspark_ray.hardware import cpu_computes_bf16, openmp_env
+from dspark_ray.serving.names import LEAST_CPUS
 from dspark_ray.serving.speculation import drafts_in_shim, speculation_arguments
 from dspark_ray.sources import resolve_source
 
@@ -14,8 +15,6 @@ LOCAL_MODEL = "dspark_ray.serving.engine.LocalModel"
 HEALTH_CHECK_PERIOD_S = 5.0
 # Serve replaces a replica after three failed checks; its own 30 s would leave a hung one there for two minutes.
 HEALTH_CHECK_TIMEOUT_S = 10.0
-# A Ray placement group refuses a bundle that reserves nothing.
-LEAST_CPUS = 0.01
 
 
 def llm_config(model: ModelConfig, role: RoleConfig, config: AppConfig, *, disaggregated: bool) -> LLMConfig:

@@ -1,9 +1,11 @@
-"""What the deployments of an application are called."""
+"""What the deployments of an application are called, and the least that a replica reserves."""
 
 PREFILL_PREFIX = "Prefill:"
 VERIFIER_PREFIX = "Verifier:"
 DRAFTER_PREFIX = "Drafter:"
 INGRESS_NAME = "Ingress"
+LEAST_CPUS = 0.01
+"""A Ray placement group refuses a bundle that reserves nothing."""
 
 
 def deployment_suffix(model_id: str) -> str:

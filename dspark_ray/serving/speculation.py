@@ -1,13 +1,12 @@
 """What a model's drafter means for its engines: which worker, which options, which request parameters."""
 
-from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
 from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.drafter.checkpoint import load_draft_config
-from dspark_ray.errors import ConfigError
+from dspark_ray.serving.model_folders import checkpoint_folder, target_folder
 from dspark_ray.sources import resolve_source
 from dspark_ray.target.options import engine_arguments, target_options
 from dspark_ray.target.slot_processors import LOGIT_BIAS_KEY, MIN_P_KEY
@@ -41,34 +40,6 @@ def speculation_arguments(
     options = target_options(model, prefills=prefill, secret_env=config.security.secret_env)
     drafts = 0 if placement == "none" else block_size(model)
     return engine_arguments(options, drafts, gpu=not on_cpu)
-
-
-def checkpoint_folder(model: ModelConfig) -> Path:
-    """The folder of the model's draft checkpoint.
-
-    Raises:
-        ConfigError: it is not on this node.
-    """
-    return _folder(model, "drafter.source", model.drafter.source or "")
-
-
-def target_folder(model: ModelConfig) -> Path:
-    """The folder of a model that has a drafter, which needs its target's files.
-
-    Raises:
-        ConfigError: it is not on this node.
-    """
-    return _folder(model, "target.source", model.target.source)
-
-
-def _folder(model: ModelConfig, field: str, source: str) -> Path:
-    resolved = resolve_source(source, f"model {model.id}: {field}")
-    if not Path(resolved).is_absolute():
-        raise ConfigError(
-            f"model {model.id}: {field}: with a drafter, {resolved} must be a folder on every node: "
-            "download it first"
-        )
-    return Path(resolved)
 
 
 def block_size(model: ModelConfig) -> int:

@@ -36,6 +36,8 @@ MAY_NOT_LOAD = {
     ("control",): {"torch", "ray", "vllm", "transformers"},
     ("decoding",): {"ray", "vllm", "transformers"},
 }
+# Replicas that start without an engine: vLLM alone would cost each of them 20 seconds of CPU.
+LIGHT_REPLICAS = {"dspark_ray.serving.drafter", "dspark_ray.serving.cluster_scheduler"}
 # Where a package may be named in an import at all, also inside a function.
 MAY_NAME = {"ray": {"serving", "bench"}, "vllm": {"target", "training", "serving", "bench"}}
 
@@ -98,6 +100,11 @@ def test_imports_go_downwards_only(module: str):
 def test_a_floor_loads_nothing_heavier_than_it_may(floors: tuple[str, ...]):
     names = [name for name in modules() if floor_of(name) in floors]
     assert loaded(*names) & MAY_NOT_LOAD[floors] == set()
+
+
+@pytest.mark.parametrize("module", sorted(LIGHT_REPLICAS))
+def test_replicas_without_an_engine_load_neither_vllm_nor_torch(module: str):
+    assert loaded(module) & {"vllm", "torch", "transformers"} == set()
 
 
 @pytest.mark.parametrize("package", MAY_NAME)
