@@ -143,11 +143,11 @@ class Deployment:
         set_speculation(arm.model, SpeculationSetting(mode=mode, tau=arm.tau, fixed_len=arm.verify_len))
 
     def snapshot(self, model: str) -> list[Counters]:
-        """Counters of all verifiers of a model."""
+        """Counters of all verifiers of a model, always in the same order."""
         if model not in self._handles:
             self._handles[model] = self._handle(model)
         snapshots: list[Counters] = self._handles[model].broadcast("stats").results(timeout_s=REPLY_TIMEOUT_S)
-        return snapshots
+        return sorted(snapshots, key=lambda snapshot: int(snapshot["pid"]))
 
     def _handle(self, model: str) -> Any:
         from ray import serve
