@@ -11,7 +11,8 @@ usage: bash cluster/local.sh COMMAND
   test    install, then ruff, mypy and pytest; further arguments go to pytest
   bench   measure all ways to speculate against plain vLLM, and stop everything; --quick for a quarter of an hour
   status  what runs, and whether it is healthy
-  mode    `dspark-ray mode` on this cluster: how a model's verifiers speculate
+  run     run a command with the cluster's addresses and secrets in its environment, such as
+          run dspark-ray top, run dspark-ray mode MODEL off, run serve status
   down    stop what this state folder started, and nothing else
 
 settings, by environment variable:
@@ -327,11 +328,14 @@ status() {
     tools wait "http://127.0.0.1:$dashboard_port" --timeout-s 0
 }
 
-mode() {
+run() {
     [ -f "$state/cluster.env" ] || die "no cluster of $state is up"
+    [ $# -gt 0 ] || die "run what? For example: bash cluster/local.sh run dspark-ray top"
     load_secrets
     load_cluster
-    exec "$venv/bin/dspark-ray" mode "$@"
+    export DSPARK_REDIS_URL=${DSPARK_REDIS_URL:-redis://:$redis_password@127.0.0.1:$redis_port/0}
+    export OPENAI_BASE_URL=http://$http_host:$http_port/v1 PATH=$venv/bin:$PATH
+    exec "$@"
 }
 
 command=${1:-help}
@@ -340,7 +344,7 @@ case $command in
     demo | up | down | status) [ $# -eq 0 ] || die "$command takes no arguments"; "$command" ;;
     test) run_tests "$@" ;;
     bench) bench "$@" ;;
-    mode) mode "$@" ;;
+    run) run "$@" ;;
     help | -h | --help) usage ;;
     *) usage >&2; exit 2 ;;
 esac

@@ -5,6 +5,7 @@ are an `AppConfig`. Precedence is defaults < file. Nothing here imports torch, r
 checked anywhere: ``dspark-ray config show FILE``.
 """
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +18,9 @@ Placement = Literal["remote", "colocated", "native", "none"]
 Exactness = Literal["coupled", "ratio", "probabilistic"]
 VerifyMode = Literal["fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+ROLE_SIZER = "dspark_ray.serving.autoscaling:RoleSizer"
+"""Import path of the application's autoscaling policy, in a Serve config file."""
 
 # Engine arguments that follow from other fields here. Setting them twice could only disagree.
 OWNED_ENGINE_ARGS = frozenset(
@@ -371,8 +375,25 @@ def parse_app_config(args: dict[str, Any]) -> AppConfig:
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines)) from None
+        raise ConfigError(_explain(error)) from None
+
+
+def _explain(error: ValidationError, prefix: str = "") -> str:
+    """Every offending field with what is wrong, and for an unknown one the known name that is most like it."""
+    faults = error.errors()
+    lines = []
+    for fault in faults:
+        loc, message = fault["loc"], fault["msg"]
+        inner = any(len(f["loc"]) > len(loc) and f["loc"][: len(loc)] == loc for f in faults)
+        if fault["type"] == "too_short" and inner:
+            continue  # an item that is wrong counts as missing, too
+        if fault["type"] == "extra_forbidden":
+            sections = [s for s in globals().values() if isinstance(s, type) and issubclass(s, FrozenModel)]
+            known = {name for section in sections for name in section.model_fields}
+            like = difflib.get_close_matches(str(loc[-1]), known, n=1)
+            message = "no such field" + (f"; did you mean {like[0]!r}?" if like else "")
+        lines.append(f"{prefix}{'.'.join(map(str, loc)) or 'args'}: {message}")
+    return "invalid configuration:\n  " + "\n  ".join(lines)
 
 
 def load_serve_file(path: Path) -> dict[str, AppConfig]:
@@ -388,11 +409,39 @@ def load_serve_file(path: Path) -> dict[str, AppConfig]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     applications = document.get("applications") if isinstance(document, dict) else None
-    ours = {
-        str(app.get("name", "default")): parse_app_config(app.get("args") or {})
-        for app in (applications if isinstance(applications, list) else [])
-        if isinstance(app, dict) and app.get("import_path") == "dspark_ray.serving.app:build_app"
-    }
+    ours = {}
+    for app in applications if isinstance(applications, list) else []:
+        if isinstance(app, dict) and app.get("import_path") == "dspark_ray.serving.app:build_app":
+            try:
+                config = parse_app_config(app.get("args") or {})
+                _check_sizer(app.get("autoscaling_policy"), config)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+            ours[str(app.get("name", "default"))] = config
     if not ours:
         raise ConfigError(f"{path}: applications: none has import_path dspark_ray.serving.app:build_app")
     return ours
+
+
+def _check_sizer(policy: Any, config: AppConfig) -> None:
+    """Refuse an ``autoscaling_policy`` whose arguments its class would refuse later, inside Serve's controller.
+
+    Raises:
+        ConfigError: naming every offending argument.
+    """
+    if not isinstance(policy, dict) or policy.get("policy_function") != ROLE_SIZER:
+        return
+    given = policy.get("policy_kwargs") or {}
+    if not isinstance(given, dict):
+        raise ConfigError("autoscaling_policy.policy_kwargs: must be a mapping")
+    targets = dict(given)
+    prefix = targets.pop("key_prefix", TelemetryConfig().key_prefix)
+    if prefix != config.telemetry.key_prefix:
+        raise ConfigError(
+            f"autoscaling_policy.policy_kwargs.key_prefix: {prefix!r} is not args.telemetry.key_prefix "
+            f"({config.telemetry.key_prefix!r}): the policy would ask another deployment's scheduler"
+        )
+    try:
+        AutoscalingTargets.model_validate(targets)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, "autoscaling_policy.policy_kwargs.")) from None

@@ -263,6 +263,10 @@ class TargetControl(msgspec.Struct, frozen=True, omit_defaults=True):
     max_verify_len: Count | None = None
     """Most drafts verified per request and step; 0 switches drafting off."""
     drafters: tuple[DrafterRoute, ...] | None = None
+    step_cost: StepCost | None = None
+    """What replicas alike have measured; the engine's own profile goes on from there."""
+    calibration: bytes | None = None
+    """A `decoding.calibration.CalibrationTable` in JSON, in place of the one beside the checkpoint."""
 
 
 class SpeculationSetting(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -23,9 +23,10 @@ from dspark_ray.control.telemetry import TelemetryStore
 from dspark_ray.protocol import CalibrationBins, LoadSample, Role
 
 MODELS = 8
-DRAFTER_EVERY = 10
+DRAFTER_EVERY = DRIFTING_EVERY = 10
+"""One replica in so many is a drafter, and one a verifier whose drafter is out of calibration."""
 BINS, BINS_EVERY = 20, 5
-"""As `dspark_ray.serving.engine_report` sends them."""
+"""As `dspark_ray.serving` sends them."""
 WARM_UP_TICKS = 5
 
 
@@ -57,13 +58,15 @@ def simulated_sample(index: int, tick: int) -> LoadSample:
         tokens_accepted=200 * tick,
         tokens_committed=280 * tick,
         draft_calls=10 * tick,
-        calibration=_bins(tick) if (index + tick) % BINS_EVERY == 0 else None,
+        calibration=_bins(index, tick) if (index + tick) % BINS_EVERY == 0 else None,
     )
 
 
-def _bins(tick: int) -> CalibrationBins:
+def _bins(index: int, tick: int) -> CalibrationBins:
     predicted = tuple(15.0 * tick * (b + 0.5) / BINS for b in range(BINS))
-    return CalibrationBins((15 * tick,) * BINS, predicted, (8 * tick,) * BINS)
+    drifting = index % DRIFTING_EVERY == 1
+    accepted = (8 * tick,) * BINS if drifting else tuple(round(p) for p in predicted)
+    return CalibrationBins((15 * tick,) * BINS, predicted, accepted)
 
 
 Times = tuple[list[float], list[float]]

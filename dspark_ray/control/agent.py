@@ -15,6 +15,7 @@ import msgspec
 
 from dspark_ray.config import ControlConfig, TelemetryConfig
 from dspark_ray.control.connection import Backoff
+from dspark_ray.control.knowledge import Pooled
 from dspark_ray.control.load import SmoothedLoad, replica_load
 from dspark_ray.control.policy import ReplicaControl
 from dspark_ray.control.telemetry import STORE_ERRORS, TelemetryStore
@@ -22,6 +23,8 @@ from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, StepCost,
 
 logger = logging.getLogger(__name__)
 ROUNDS_HELD = 512
+POOL_INTERVAL_S = 15.0
+"""Time between two looks for a newly shared calibration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class ReplicaAgent:
         store: None where no Redis is configured.
         step_cost_key: from `knowledge.step_cost_key`, where the replica's step costs are pooled; None for
             roles without an engine.
+        calibration_key: from `knowledge.calibration_key`; None without a drafter.
         clock: monotonic seconds.
         rng: jitters the pauses after failures.
         on_report: called with each completed sample, in the background thread (metrics).
@@ -86,6 +90,7 @@ class ReplicaAgent:
         store: TelemetryStore | None,
         *,
         step_cost_key: str | None = None,
+        calibration_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_report: Callable[[LoadSample, "ReplicaAgent"], None] | None = None,
@@ -95,6 +100,8 @@ class ReplicaAgent:
         self._telemetry = telemetry
         self._store = store
         self._step_cost_key = step_cost_key
+        self._calibration_key = calibration_key
+        self._pool_due_s = float("-inf")
         self._clock = clock
         self._on_report = on_report
         self._started_at_s = clock()
@@ -114,6 +121,8 @@ class ReplicaAgent:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._was_local = False
+        self.pooled = Pooled()
+        """What others have measured, once Redis has been asked."""
         self.expirations = 0
         """How often a valid policy ran out."""
         self.failures = 0
@@ -216,6 +225,7 @@ class ReplicaAgent:
             self._holder.offer(store.push(sample, rounds), self._clock())
             for _ in rounds:
                 self._rounds.popleft()
+            self._read_pooled(store)
             measured = self._step_cost
             if measured is not None and self._step_cost_key is not None:
                 store.pool_step_cost(self._step_cost_key, measured)
@@ -231,3 +241,16 @@ class ReplicaAgent:
         if self._backoff.failures:
             logger.warning("telemetry: Redis answers again after %d attempts", self._backoff.failures)
         self._backoff.succeeded()
+
+    def _read_pooled(self, store: TelemetryStore) -> None:
+        """Look what others share; the step costs once, before this replica's own are among them."""
+        now_s = self._clock()
+        if now_s < self._pool_due_s:
+            return
+        step_cost, calibration = self.pooled.step_cost, None
+        if self._step_cost_key is not None and self._pool_due_s == float("-inf"):
+            step_cost = store.step_cost(self._step_cost_key)
+        if self._calibration_key is not None:
+            calibration = store.calibration(self._calibration_key)
+        self.pooled = Pooled(step_cost, calibration)
+        self._pool_due_s = now_s + POOL_INTERVAL_S

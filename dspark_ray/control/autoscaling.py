@@ -107,11 +107,12 @@ def size_model(
     if "prefill" in roles:
         wishes["prefill"] = _size_prefill(roles["prefill"], busy, targets)
     if "drafter" in roles:
-        coming = 0.0
+        coming, late = 0.0, roles["drafter"].telemetry.miss_share
         if verifier is not None:
             added = wishes["verifier"][0] - verifier.target
             coming = min(verifier.telemetry.waiting, max(0.0, added * verifier.telemetry.seats))
-        wishes["drafter"] = _size_drafters(roles["drafter"], busy, coming, targets)
+            late = max(late, verifier.telemetry.miss_share)  # it is the verifiers that wait
+        wishes["drafter"] = _size_drafters(roles["drafter"], busy, coming, late, targets)
     return {
         role: SizingDecision(model, role, roles[role].target, wanted, reason)
         for role, (wanted, reason) in wishes.items()
@@ -185,7 +186,9 @@ def _size_prefill(size: RoleSize, busy: bool, targets: AutoscalingTargets) -> tu
     return max(1, wanted), reason
 
 
-def _size_drafters(size: RoleSize, busy: bool, coming: float, targets: AutoscalingTargets) -> tuple[int, str]:
+def _size_drafters(
+    size: RoleSize, busy: bool, coming: float, late: float, targets: AutoscalingTargets
+) -> tuple[int, str]:
     now = size.telemetry
     if not busy and now.slots_used == 0:
         return 0, "idle"
@@ -198,8 +201,8 @@ def _size_drafters(size: RoleSize, busy: bool, coming: float, targets: Autoscali
     reason = f"{now.slots_used} of {now.slots * now.reporting:.0f} slots"
     if coming:
         reason += f", {coming:.0f} more with the verifiers to come"
-    if now.miss_share > targets.drafter_miss_share and wanted <= size.target:
-        return size.target + 1, f"{reason}, {now.miss_share:.0%} of the calls late"
-    if now.miss_share > targets.downscale_margin * targets.drafter_miss_share:
+    if late > targets.drafter_miss_share and wanted <= size.target:
+        return size.target + 1, f"{reason}, {late:.0%} of the calls late"
+    if late > targets.downscale_margin * targets.drafter_miss_share:
         wanted = max(wanted, size.target)
     return wanted, reason

@@ -109,20 +109,20 @@ class ClusterBrain:
             drifting = self._is_drifting(known, member, now_s)
             if drifting:
                 decisions.drifting[replica] = known.drift
-            rates = member.rates() if drifting or self.control.policy == "goodput" else IDLE
+            rates = member.rates() if self.control.policy == "goodput" else IDLE
             tau = known.control.step(now_s, blended, self.control, rates, member.sample.requests_running)
-            policy = VerifyPolicy(
-                epoch=self.epoch,
-                version=self._version,
-                tau=tau,
-                lifetime_s=self.control.policy_lifetime_s,
-                max_verify_len=verify_cap(rates, drifting, self.control),
-                load=known.control.smoothed.held,
-                drift=known.drift,
-            )
-            if self._must_publish(known, policy, now_s):
-                known.published, known.published_at_s = policy, now_s
-                decisions.policies[replica] = policy
+            cap = verify_cap(member.accept_len(), self.control) if drifting else self.control.max_verify_len
+            if self._must_publish(known, tau, cap, now_s):
+                known.published_at_s = now_s
+                known.published = decisions.policies[replica] = VerifyPolicy(
+                    epoch=self.epoch,
+                    version=self._version,
+                    tau=tau,
+                    lifetime_s=self.control.policy_lifetime_s,
+                    max_verify_len=cap,
+                    load=known.control.smoothed.held,
+                    drift=known.drift,
+                )
 
     def _is_drifting(self, known: _Verifier, member: Member, now_s: float) -> bool:
         """Whether the replica's drafter is out of calibration.
@@ -140,14 +140,14 @@ class ClusterBrain:
                 known.drift, known.drift_from = drift, now
         return known.drift > self.control.drift_limit
 
-    def _must_publish(self, known: _Verifier, policy: VerifyPolicy, now_s: float) -> bool:
-        """Whether a policy differs noticeably from the one published, or that one grows old."""
+    def _must_publish(self, known: _Verifier, tau: float, cap: int | None, now_s: float) -> bool:
+        """Whether a decision differs noticeably from the one published, or that one grows old."""
         last = known.published
         return (
             last is None
             or now_s - known.published_at_s >= REFRESH_SHARE * self.control.policy_lifetime_s
-            or abs(last.tau - policy.tau) >= TAU_RESOLUTION
-            or last.max_verify_len != policy.max_verify_len
+            or abs(last.tau - tau) >= TAU_RESOLUTION
+            or last.max_verify_len != cap
         )
 
 

@@ -1,13 +1,25 @@
-"""What replicas of a model learn once and share: step-cost curves and calibration temperatures."""
+"""What replicas of a model learn once and share: step-cost curves and calibrations."""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from dspark_ray.protocol import StepCost
 
 POOLED_WEIGHT_MAX = 2000.0
 """Steps that the pooled curve counts for at most, so that it keeps following a changed machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a replica finds of others' knowledge; None where nobody left any."""
+
+    step_cost: StepCost | None = None
+    """As it was when this replica first looked."""
+    calibration: bytes | None = None
+    """A `decoding.calibration.CalibrationTable` in JSON, as last shared."""
 
 
 def step_cost_key(model: str, device_kind: str, engine: Mapping[str, object]) -> str:
@@ -22,16 +34,16 @@ def step_cost_key(model: str, device_kind: str, engine: Mapping[str, object]) ->
     return f"{model}:{device_kind}:{digest}"
 
 
-def temperatures_key(drafter_fingerprint: str, exactness: str, bucket: str, block_size: int) -> str:
-    """Name of STS temperatures, which hold for one drafter, mode, temperature bucket and block size (spec 3).
+def calibration_key(checkpoint: Path) -> str:
+    """Name under which verifiers of one draft checkpoint share its calibration.
 
-    Args:
-        drafter_fingerprint: of the checkpoint.
-        exactness: acceptance mode.
-        bucket: `decoding.calibration.temperature_bucket` of the requests.
-        block_size: γ'.
+    Of the checkpoint's configuration, provenance and own calibration: what is shared refines that very file, and
+    is forgotten when another one or another drafter takes its place.
     """
-    return f"{drafter_fingerprint}:{exactness}:{bucket}:{block_size}"
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.json")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def merge_step_costs(pooled: StepCost, measured: StepCost) -> StepCost:

@@ -1,7 +1,7 @@
 """How loaded a replica is, as one number in [0, 1] (spec section 4), and how that number is smoothed."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dspark_ray.config import ControlConfig
 from dspark_ray.protocol import LoadSample
@@ -27,9 +27,12 @@ def guide_load(
     Returns:
         Load in [0, 1].
     """
-    queue = min(1.0, max(0.0, waiting_requests / waiting_max_requests))
-    memory = min(1.0, max(0.0, memory_share))
-    return queue_weight * queue + memory_weight * memory
+    queue = waiting_requests / waiting_max_requests
+    return queue_weight * _clipped(queue) + memory_weight * _clipped(memory_share)
+
+
+def _clipped(share: float) -> float:
+    return 0.0 if share < 0.0 else min(share, 1.0)
 
 
 def replica_load(sample: LoadSample, control: ControlConfig, queued_in_serve: float = 0.0) -> float:
@@ -61,8 +64,7 @@ def blended_load(own: float, mean_of_model: float, cluster_weight: float) -> flo
     return (1.0 - cluster_weight) * own + cluster_weight * mean_of_model
 
 
-@dataclass(frozen=True, slots=True)
-class SmoothedLoad:
+class SmoothedLoad(NamedTuple):
     """A load that rises fast, falls slowly, and ignores small falls.
 
     Both stages are monotone in their input and in their state, so more load never gives less smoothed load.
@@ -82,8 +84,10 @@ class SmoothedLoad:
 
     def step(self, load: float, elapsed_s: float, control: ControlConfig) -> "SmoothedLoad":
         """The state after `elapsed_s` more seconds at `load`."""
-        constant_s = control.load_rise_s if load > self.followed else control.load_fall_s
+        followed, held = self
+        constant_s = control.load_rise_s if load > followed else control.load_fall_s
         gain = 1.0 - math.exp(-elapsed_s / constant_s) if constant_s > 0 else 1.0
-        followed = self.followed + gain * (load - self.followed)
+        followed += gain * (load - followed)
         ceiling = followed * (1.0 + control.load_hysteresis)
-        return SmoothedLoad(followed, min(1.0, max(followed, min(ceiling, self.held))))
+        held = followed if held < followed else min(held, ceiling, 1.0)
+        return SmoothedLoad(followed, held)

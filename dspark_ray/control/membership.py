@@ -91,6 +91,12 @@ class Member:
         """Rates over the book's window."""
         return Rates.between(self.window[0], self.sample) if self.window else IDLE
 
+    def accept_len(self) -> float:
+        """`Rates.accept_len` alone."""
+        first, last = self.window[0], self.sample
+        rounds = last.rounds - first.rounds
+        return 1.0 + (last.tokens_accepted - first.tokens_accepted) / rounds if rounds > 0 else 0.0
+
 
 class SampleBook:
     """The replicas that are alive, and a short window of what each reported.

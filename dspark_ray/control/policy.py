@@ -79,20 +79,17 @@ def decide_tau(load: float, offset: float, control: ControlConfig) -> float:
     return tau
 
 
-def verify_cap(rates: Rates, drifting: bool, control: ControlConfig) -> int | None:
-    """Most drafts to verify per request and step; None for the whole block.
+def verify_cap(accept_len: float, control: ControlConfig) -> int:
+    """Most drafts to verify per request and step on a replica whose drafter is out of calibration.
 
     tau trusts the drafter's confidence. Where that is off by more than `drift_limit`, the length is bounded
     by what was really accepted, with one position to notice an improvement.
 
     Args:
-        rates: what the replica accepted lately; read only while drifting.
-        drifting: whether predicted and observed acceptance are too far apart.
+        accept_len: mean committed tokens a round lately, bonus token included; 0 without a round.
         control: the operator's own bound.
     """
-    if not drifting:
-        return control.max_verify_len
-    observed = math.ceil(max(0.0, rates.accept_len - 1.0)) + 1
+    observed = math.ceil(max(0.0, accept_len - 1.0)) + 1
     return observed if control.max_verify_len is None else min(control.max_verify_len, observed)
 
 

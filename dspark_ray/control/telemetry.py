@@ -14,7 +14,7 @@ lease, epoch              who rules, in which epoch                          lea
 history:<model>           stream of samples                                  an hour, bounded length
 rounds:<model>            stream of `RoundRecord`                            a week, bounded length
 step-cost:<key>           `StepCost` per (model, device, engine config)      a week
-temperatures:<key>        STS temperatures                                   a week
+calibration:<key>         calibration of a draft checkpoint                  a month
 sizing                    hash: deployment → autoscaling decision, reason    a minute
 ========================  =================================================  ===========================
 """
@@ -36,6 +36,7 @@ from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, SizingDec
 STORE_ERRORS = (redis.RedisError, OSError, msgspec.MsgspecError)
 """Redis is down or slow, or something in it is not ours: log, pause, go on."""
 WEEK_S = 7 * 24 * 3600
+MONTH_S = 30 * 24 * 3600
 HOUR_S = 3600
 KEEP = 4
 """Keys live this many times longer than what they hold, so that readers judge age by their own clock."""
@@ -49,7 +50,6 @@ _round = msgspec.msgpack.Decoder(RoundRecord)
 _step_cost = msgspec.msgpack.Decoder(StepCost)
 _sizing = msgspec.msgpack.Decoder(SizingDecision)
 _raw_samples = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_floats = msgspec.msgpack.Decoder(tuple[float, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +245,14 @@ class TelemetryStore:
         self._redis.set(self._key("step-cost", key), _encode(merged), ex=WEEK_S)
         return merged
 
-    def temperatures(self, key: str) -> tuple[float, ...] | None:
-        """STS temperatures of a `knowledge.temperatures_key`; None if none were fitted."""
-        blob = self._redis.get(self._key("temperatures", key))
-        return None if blob is None else _floats.decode(blob)
+    def calibration(self, key: str) -> bytes | None:
+        """The calibration shared under a `knowledge.calibration_key`; None if there is none."""
+        blob: bytes | None = self._redis.get(self._key("calibration", key))
+        return blob
 
-    def put_temperatures(self, key: str, temperatures: Sequence[float]) -> None:
-        """Share fitted STS temperatures."""
-        self._redis.set(self._key("temperatures", key), _encode(tuple(temperatures)), ex=WEEK_S)
+    def share_calibration(self, key: str, table: bytes) -> None:
+        """Share a `CalibrationTable` in JSON with the verifiers that run, and with those to come."""
+        self._redis.set(self._key("calibration", key), table, ex=MONTH_S)
 
     # --- autoscaling decisions, for status and top
 

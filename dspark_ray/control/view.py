@@ -121,10 +121,16 @@ def _replica_view(member: Member, policy: VerifyPolicy | None, observed_s: float
 class ClusterWatcher:
     """Looks at the cluster from outside, with its own judgement of who is alive."""
 
-    def __init__(self, store: TelemetryStore, sample_lifetime_s: float, clock: Callable[[], float]) -> None:
-        """A watcher that has seen nothing yet."""
+    def __init__(
+        self,
+        store: TelemetryStore,
+        sample_lifetime_s: float,
+        clock: Callable[[], float],
+        window_s: float = 3.0,
+    ) -> None:
+        """A watcher that has seen nothing yet, whose rates are over the last `window_s`."""
         self._store = store
-        self._book = SampleBook(sample_lifetime_s)
+        self._book = SampleBook(sample_lifetime_s, window_s)
         self._clock = clock
 
     def look(self) -> ClusterView:

@@ -65,11 +65,14 @@ def check_request(body: Any, principal: Principal, security: SecurityConfig) -> 
 
 
 def _bound_output(body: Any, fields: Mapping[str, Any], bound: int) -> None:
-    named = [name for name in OUTPUT_LIMITS if fields.get(name) is not None]
+    said = getattr(body, "model_fields_set", fields)  # a default is not what the client asked for
+    named = [name for name in OUTPUT_LIMITS if fields.get(name) is not None and name in said]
     for name in named:
         _at_most(fields[name], bound, name)
     if not named:
-        setattr(body, next(name for name in OUTPUT_LIMITS if name in fields), bound)
+        name = next(name for name in OUTPUT_LIMITS if name in fields)
+        default = fields[name]  # OpenAI's: 16 for completions, none for chats
+        setattr(body, name, bound if default is None else min(default, bound))
 
 
 def _at_most(value: int | None, bound: int, param: str) -> None:

@@ -9,20 +9,20 @@ In a verifier, once its engine has started (a prefill replica passes its role an
 """
 
 import asyncio
-import math
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from pydantic import ValidationError
 
 from dspark_ray.config import AppConfig, ModelConfig, SchedulingConfig
 from dspark_ray.control.agent import ActivePolicy
-from dspark_ray.control.knowledge import step_cost_key
+from dspark_ray.control.knowledge import Pooled, calibration_key, merge_step_costs, step_cost_key
 from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.errors import ConfigError
 from dspark_ray.protocol import (
-    CalibrationBins,
     DrafterRoute,
     LoadSample,
     Role,
@@ -31,10 +31,12 @@ from dspark_ray.protocol import (
     StepCost,
     TargetControl,
 )
+from dspark_ray.serving.calibration_tally import CalibrationTally
 from dspark_ray.serving.telemetry import ReplicaIdentity, report_forever, start_agent
 from dspark_ray.sources import resolve_source
 
-BINS = 20
+logger = logging.getLogger(__name__)
+
 BINS_EVERY = 5
 """Reports between two that carry the calibration bins, their largest part."""
 UNBOUNDED_VERIFY_LEN = 32
@@ -86,13 +88,19 @@ def report_engine(
         The report, whose `task` runs for as long as it is kept.
     """
     drafter = model.drafter
-    calibration = None
+    calibration = shared_as = None
     if has_shim and role == "verifier" and drafter.source is not None:
-        calibration = CalibrationTable.load(Path(resolve_source(drafter.source, "drafter.source")))
+        checkpoint = Path(resolve_source(drafter.source, "drafter.source"))
+        calibration, shared_as = CalibrationTable.load(checkpoint), calibration_key(checkpoint)
     # What a step costs depends on the engine and on the block whose verification it includes.
-    engine = {**model.target.model_dump(), "cores": model.verifier.cpu_cores, "block": drafter.block_size}
+    engine = {
+        **model.target.model_dump(),
+        "cores": model.verifier.cpu_cores,
+        "env": model.verifier.env,
+        "block": drafter.block_size,
+    }
     key = step_cost_key(model.target.source, device_kind, engine) if role == "verifier" else None
-    agent = start_agent(config.control, config.telemetry, step_cost_key=key)
+    agent = start_agent(config.control, config.telemetry, step_cost_key=key, calibration_key=shared_as)
     report = EngineReport(
         ReplicaIdentity.of_this_replica(role, model.id, device_kind),
         counters,
@@ -102,6 +110,7 @@ def report_engine(
         calibration=calibration,
         routes=routes,
         scheduling=model.scheduling,
+        pooled=lambda: agent.pooled,
     )
     interval_s = config.telemetry.sample_interval_s
     report.task = asyncio.create_task(report_forever(agent, report.collect, interval_s))
@@ -121,6 +130,7 @@ class EngineReport:
         calibration: of the drafter, to compare what it predicts with what is accepted.
         routes: the drafters that run, for when no policy names any; None where there is no pool.
         scheduling: as configured, for what no `SpeculationSetting` overrides.
+        pooled: what other replicas have measured, as far as it is known.
     """
 
     def __init__(
@@ -134,6 +144,7 @@ class EngineReport:
         calibration: CalibrationTable | None = None,
         routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
         scheduling: SchedulingConfig | None = None,
+        pooled: Callable[[], Pooled] = Pooled,
     ) -> None:
         """Nothing is asked before the first `collect`."""
         self._identity = identity
@@ -142,6 +153,9 @@ class EngineReport:
         self._has_shim = has_shim
         self._queued = queued
         self._routes = routes
+        self._pooled = pooled
+        self._learnt = Pooled()
+        self._step_cost: StepCost | None = None
         self.task: asyncio.Task[None] | None = None
         """Reports, once `report_engine` has started it."""
         self.worker: Mapping[str, Any] = {}
@@ -165,6 +179,7 @@ class EngineReport:
         if self._has_shim:
             if self._identity.role == "verifier":
                 await self._obey(policy)
+                await self._learn(self._pooled())
             if self._may_have_news():
                 rounds = await self._ask_worker()
         worker = self.worker
@@ -249,6 +264,28 @@ class EngineReport:
                 await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
                 self._obeyed = control
 
+    async def _learn(self, pooled: Pooled) -> None:
+        """Have the worker go on from the pooled step costs, once, and use a calibration that was shared."""
+        known = self._learnt
+        if pooled == known or self._step_cost is None:
+            return
+        self._learnt = pooled
+        cost = table = None
+        if pooled.step_cost is not None and known.step_cost is None:
+            cost = merge_step_costs(pooled.step_cost, self._step_cost)
+            logger.info("step costs go on from %.0f steps of replicas alike", pooled.step_cost.weight)
+        if pooled.calibration is not None and pooled.calibration != known.calibration:
+            try:
+                self._bins.use(CalibrationTable.model_validate_json(pooled.calibration))
+            except ValidationError as error:
+                logger.warning("the calibration in Redis is none: %s", error.errors()[0]["msg"])
+            else:
+                table = pooled.calibration
+                logger.info("a calibration was shared and is used from now on")
+        if cost is not None or table is not None:
+            control = TargetControl(step_cost=cost, calibration=table)
+            await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
+
     def _mean_step_s(self, shim: Mapping[str, Any]) -> float:
         """Mean seconds of the steps since the last report; the last known mean while none ran."""
         steps = shim.get("steps", 0)
@@ -272,7 +309,8 @@ class EngineReport:
             return None
         self._step_ms = milliseconds
         weight = float(1 + step["observed"])
-        return StepCost(tuple(step["tokens"]), tuple(ms / 1e3 for ms in milliseconds), weight)
+        self._step_cost = StepCost(tuple(step["tokens"]), tuple(ms / 1e3 for ms in milliseconds), weight)
+        return self._step_cost
 
 
 def target_control(
@@ -298,44 +336,3 @@ def target_control(
         max_verify_len=UNBOUNDED_VERIFY_LEN if longest is None else longest,
         drafters=drafters or None,
     )
-
-
-class CalibrationTally:
-    """Predicted against observed acceptance over the fully verified rounds, in equal bins of survival.
-
-    Only full rounds count: in the others the length was chosen by the very prediction.
-    """
-
-    def __init__(self, calibration: CalibrationTable | None) -> None:
-        """Counts with the temperatures that the verifier schedules with."""
-        self._calibration = calibration
-        self._counts = [0] * BINS
-        self._predicted = [0.0] * BINS
-        self._accepted = [0] * BINS
-
-    def count(self, rounds: Sequence[RoundRecord]) -> None:
-        """Take in some rounds."""
-        for record in rounds:
-            temperatures = self._temperatures(record)
-            survival = 1.0
-            for k, (logit, temperature) in enumerate(
-                zip(record.confidence_logits, temperatures, strict=True), start=1
-            ):
-                survival *= 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit / temperature))))
-                bin_ = min(BINS - 1, int(survival * BINS))
-                self._counts[bin_] += 1
-                self._predicted[bin_] += survival
-                self._accepted[bin_] += k <= record.accept_len
-
-    def bins(self) -> CalibrationBins | None:
-        """The counters so far; None before the first round."""
-        if not any(self._counts):
-            return None
-        return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
-
-    def _temperatures(self, record: RoundRecord) -> Sequence[float]:
-        count = len(record.confidence_logits)
-        if self._calibration is None:
-            return (1.0,) * count
-        fitted = self._calibration.temperatures_for(record.exactness, record.temperature, count)
-        return (1.0,) * count if fitted is None else fitted

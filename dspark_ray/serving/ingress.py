@@ -34,6 +34,7 @@ from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler, watch
 from dspark_ray.serving.drain import DrainGuard
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
 from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
+from dspark_ray.serving.openapi import openapi_document
 from dspark_ray.serving.request_parsing import parse_request, read_body
 from dspark_ray.serving.telemetry import process_stats, report_ingress
 
@@ -86,6 +87,12 @@ class OpenAiIngress:
         if model not in self._verifiers or not request.scope["state"][SCOPE_PRINCIPAL].may_use(model):
             return error_response(_unknown_model(model))
         return JSONResponse(self._card(model))
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json, for the models that the key may use."""
+        principal = request.scope["state"][SCOPE_PRINCIPAL]
+        models = [model for model in self._verifiers if principal.may_use(model)]
+        return JSONResponse(openapi_document(models, self._config.security))
 
     async def health(self) -> Response:
         """GET /health."""
@@ -226,6 +233,7 @@ def make_ingress(security: SecurityConfig) -> type:
         "completions": lambda app: app.post("/v1/completions"),
         "models": lambda app: app.get("/v1/models"),
         "model_data": lambda app: app.get("/v1/models/{model:path}"),
+        "openapi": lambda app: app.get("/openapi.json"),
         "health": lambda app: app.get("/health"),
     }
     return make_fastapi_ingress(OpenAiIngress, endpoint_map=routes, app=app)

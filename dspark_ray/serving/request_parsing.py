@@ -83,10 +83,13 @@ def parse_request(raw: bytes, kind: type) -> Any:
 
 def _validated(fields: dict[str, Any], kind: type) -> Any:
     try:
-        return kind.model_validate(fields)
+        body = kind.model_validate(dict(fields))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # vLLM's validators look into fields whose types have not been checked yet.
         raise RequestError(f"A field has a value of the wrong type ({type(error).__name__}).") from None
+    if fields.get("max_tokens") is None:
+        body.model_fields_set.discard("max_tokens")  # vLLM fills a completion's default in as if it was said
+    return body
 
 
 def _finite(value: float | None, param: str) -> None:

@@ -96,7 +96,11 @@ def open_store(control: ControlConfig, telemetry: TelemetryConfig) -> TelemetryS
 
 
 def start_agent(
-    control: ControlConfig, telemetry: TelemetryConfig, *, step_cost_key: str | None = None
+    control: ControlConfig,
+    telemetry: TelemetryConfig,
+    *,
+    step_cost_key: str | None = None,
+    calibration_key: str | None = None,
 ) -> ReplicaAgent:
     """A running `ReplicaAgent` that also exports this replica's metrics.
 
@@ -104,6 +108,7 @@ def start_agent(
         control: bounds and lifetimes.
         telemetry: where and how often.
         step_cost_key: from `control.knowledge.step_cost_key`; None for roles without an engine.
+        calibration_key: from `control.knowledge.calibration_key`; None without a drafter.
 
     Raises:
         ConfigError: the Redis URL cannot be understood.
@@ -113,6 +118,7 @@ def start_agent(
         telemetry,
         open_store(control, telemetry),
         step_cost_key=step_cost_key,
+        calibration_key=calibration_key,
         on_report=SampleExporter().export,
     )
     agent.start()

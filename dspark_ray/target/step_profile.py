@@ -56,6 +56,21 @@ class StepProfile:
         """Milliseconds at each size now, without drafting."""
         return [self._scale * ms * bend for ms, bend in zip(self._start_ms, self._shape, strict=True)]
 
+    def adopt(self, tokens: Sequence[int], step_ms: Sequence[float]) -> None:
+        """Go on from a curve that engines alike have measured; sizes beyond its ends keep what they have.
+
+        Args:
+            tokens: ascending.
+            step_ms: of a step of so many tokens, without drafting.
+        """
+        pooled = StepCurve(tuple(tokens), tuple(step_ms))
+        self._start_ms = [
+            pooled.milliseconds(size) if tokens[0] <= size <= tokens[-1] else own
+            for size, own in zip(self.sizes, self.step_ms, strict=True)
+        ]
+        self._scale, self._shape = 1.0, [1.0] * len(self.sizes)
+        self._curves.clear()
+
     def observe_step(self, tokens: int, milliseconds: float) -> None:
         """Take in one step without its draft call.
 

@@ -85,6 +85,12 @@ class VerifyPlanner:
         self._fixed_len = self._fixed_len if message.fixed_len is None else message.fixed_len
         if message.max_verify_len is not None:
             self._max_verify_len = message.max_verify_len
+        if message.step_cost is not None:
+            cost = message.step_cost
+            self._profile.adopt(cost.tokens, [seconds * 1e3 for seconds in cost.seconds])
+        if message.calibration is not None:
+            self._calibration = CalibrationTable.model_validate_json(message.calibration)
+            self._temperatures.clear()
 
     def draft_len(self, room: int) -> int:
         """γ' of one request: no longer than what could be verified."""

@@ -95,6 +95,20 @@ def read_logs(source: str, model: str | None, count: int = 20_000) -> list[Round
     return TelemetryStore(source, TelemetryConfig(), ControlConfig()).rounds(model, count)
 
 
+def share(url: str, key: str, table: CalibrationTable) -> None:
+    """Hand a calibration to the verifiers of a deployment, those that run and those that will start.
+
+    Args:
+        url: the deployment's Redis.
+        key: `control.knowledge.calibration_key` of the checkpoint as the deployment has it.
+        table: replaces the one beside the checkpoint.
+    """
+    from dspark_ray.control.telemetry import TelemetryStore
+
+    store = TelemetryStore(url, TelemetryConfig(), ControlConfig())
+    store.share_calibration(key, table.model_dump_json().encode())
+
+
 def held_out_error(rounds: Rounds, temperatures: Sequence[float]) -> tuple[list[float], list[float]]:
     """ECE of the survivals at each position before and after, on rounds that were not fitted on."""
     outcome = accepted_prefixes(rounds)

@@ -213,6 +213,7 @@ def evaluate(
 @_measuring
 @click.option("--from-logs", default=None, metavar="SOURCE", help="Redis URL of a deployment, or JSON lines.")
 @click.option("--model", default=None, help="Model id in the deployment, with a Redis URL.")
+@click.option("--share", is_flag=True, help="With a Redis URL: its verifiers use the result at once.")
 def calibrate(
     target: Path,
     drafter: Path,
@@ -222,6 +223,7 @@ def calibrate(
     plots: Path | None,
     from_logs: str | None,
     model: str | None,
+    share: bool,
     **options: Any,
 ) -> None:
     """Fit the drafter's confidences and write sts.json beside its weights.
@@ -229,10 +231,14 @@ def calibrate(
     With --dataset: on half of the prompts, reporting the error on the other half. With --from-logs: on rounds
     that verifiers verified in full while serving.
     """
+    from dspark_ray.control.knowledge import calibration_key
     from dspark_ray.training import calibrate as fitting
 
     if (dataset is None) == (from_logs is None):
         raise click.UsageError("name either --dataset or --from-logs")
+    if share and (from_logs is None or "://" not in from_logs):
+        raise click.UsageError("--share needs --from-logs with the deployment's Redis URL")
+    key = calibration_key(drafter)  # as the deployment knows this checkpoint: before anything is written
     if from_logs is not None:
         records = fitting.read_logs(from_logs, model)
         fitted = fitting.fit_logs(records, dataset=f"serving logs, {len(records)} rounds")
@@ -247,7 +253,9 @@ def calibrate(
 
             plot_measures(report_on, one.temperatures, dataset.stem, plots)
         fitted = [one]
-    fitting.store(drafter, fitted)
+    table = fitting.store(drafter, fitted)
+    if share:
+        fitting.share(from_logs, key, table)
     for entry in fitted:
         click.echo(
             f"{entry.exactness}, {entry.temperature_bucket}, block {entry.block_size}: "

@@ -1,68 +1,12 @@
 """README's commands: from nothing to a streamed answer, and back to nothing."""
 
-import importlib.util
-import os
-import random
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "cluster" / "local.sh"
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for base in random.sample(range(30000, 32000, count), 50):
-        try:
-            for port in range(base, base + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return base
-    raise AssertionError("no free ports")
-
-
-class Local:
-    """cluster/local.sh with a state folder and ports of its own."""
-
-    def __init__(self, state: Path, base: int):
-        self.state = state
-        self.base = base
-        self.env = {
-            name: value for name, value in os.environ.items() if not name.startswith(("DSPARK_", "RAY_"))
-        }
-        self.env |= {
-            "DSPARK_STATE": str(state),
-            "DSPARK_VENV": sys.prefix,
-            "DSPARK_PORT": str(base),
-            "DSPARK_PORT_BASE": str(base + 1),
-            "DSPARK_READY_S": "600",
-        }
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(SCRIPT), *arguments],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-
-    def processes(self) -> list[int]:
-        spec = importlib.util.spec_from_file_location("local_tools", ROOT / "cluster" / "local_tools.py")
-        assert spec is not None
-        assert spec.loader is not None
-        tools = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tools)
-        return list(tools.cluster_processes(str(self.state)))
+from local_cluster import Local, free_ports
 
 
 @pytest.fixture
@@ -92,6 +36,9 @@ def test_demo_streams_an_answer_and_down_leaves_nothing(local: Local, demo_model
     status = local.run("status")
     assert status.returncode == 0, status.stdout
     assert "RUNNING" in status.stdout
+    shown = local.run("run", "dspark-ray", "status")
+    assert shown.returncode == 0, shown.stdout
+    assert re.search(r"scheduler \w+ rules", shown.stdout), shown.stdout
 
     rival = Local(tmp_path / "rival", local.base)
     refused = rival.run("up")

@@ -195,3 +195,37 @@ def test_an_unreadable_drafter_config(tmp_path: Path):
 def test_a_dumped_configuration_loads_again():
     app = parse_app_config(args(drafter={"placement": "remote", "source": "a/b"}))
     assert parse_app_config(yaml.safe_load(yaml.safe_dump(app.model_dump(mode="json")))) == app
+
+
+def test_an_unknown_field_is_answered_with_the_known_one_most_like_it(tmp_path: Path):
+    bad = args(target={"source": "a/b", "max_num_seq": 3}, verifer={}, zzzz=1)
+    with pytest.raises(ConfigError) as caught:
+        load_serve_file(serve_file(tmp_path, None, **bad))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{tmp_path / 'f.yaml'}: invalid configuration:"
+    assert lines[1:] == [
+        "  models.0.target.max_num_seq: no such field; did you mean 'max_num_seqs'?",
+        "  models.0.verifer: no such field; did you mean 'verifier'?",
+        "  models.0.zzzz: no such field",
+    ]
+
+
+def serve_file(tmp_path: Path, policy: Any, **fields: Any) -> Path:
+    app = {"import_path": "dspark_ray.serving.app:build_app", "args": args() | fields}
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump({"applications": [app | {"autoscaling_policy": policy}]}))
+    return file
+
+
+def test_arguments_of_the_autoscaling_policy_are_checked_with_the_file(tmp_path: Path):
+    def policy(**kwargs: Any) -> dict[str, Any]:
+        return {"policy_function": config_module.ROLE_SIZER, "policy_kwargs": kwargs}
+
+    load_serve_file(serve_file(tmp_path, policy(target_ttft_s=1.0)))
+    load_serve_file(serve_file(tmp_path, {"policy_function": "mine:policy", "policy_kwargs": {"x": 1}}))
+    with pytest.raises(ConfigError, match=r"policy_kwargs\.target_ttft"):
+        load_serve_file(serve_file(tmp_path, policy(target_ttft=1.0)))
+    own_prefix = {"telemetry": {"key_prefix": "mine"}}
+    with pytest.raises(ConfigError, match="another deployment's scheduler"):
+        load_serve_file(serve_file(tmp_path, policy(), **own_prefix))
+    load_serve_file(serve_file(tmp_path, policy(key_prefix="mine"), **own_prefix))

@@ -43,3 +43,19 @@ def test_the_gpu_deployment_autoscales_three_roles_of_the_published_pair():
         assert role.gpus > 0
         assert role.autoscaling is not None
         assert role.autoscaling.max_replicas > role.autoscaling.min_replicas
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_whoever_autoscales_does_it_by_the_applications_policy(file: Path):
+    """Serve imports it by this name in its controller and hands it these arguments."""
+    from ray._common.utils import import_attr
+
+    from dspark_ray.config import ROLE_SIZER
+
+    for app in yaml.safe_load(file.read_text())["applications"]:
+        roles = [role for model in app["args"]["models"] for role in model.values() if isinstance(role, dict)]
+        policy = app.get("autoscaling_policy")
+        assert (policy is not None) == any("autoscaling" in role for role in roles)
+        if policy is not None:
+            assert policy["policy_function"] == ROLE_SIZER
+            import_attr(ROLE_SIZER)(**policy.get("policy_kwargs", {}))

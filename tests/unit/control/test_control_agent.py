@@ -105,6 +105,31 @@ def test_samples_rounds_and_step_costs_arrive(store: TelemetryStore, agent: Repl
     assert store.rounds("m", 9) == [RoundRecord((1.0,), 1, 1, 0.0)], "once"
 
 
+def test_a_new_replica_finds_what_others_measured_and_later_what_was_shared(
+    store: TelemetryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_ray.control.agent.POOL_INTERVAL_S", 0.1)
+    curve = StepCost((1, 2), (0.01, 0.02), weight=50.0)
+    store.pool_step_cost("m:cpu:x", curve)
+    agent = ReplicaAgent(CONTROL, TELEMETRY, store, step_cost_key="m:cpu:x", calibration_key="d")
+    agent.start()
+    try:
+        own = StepCost((1, 2), (0.03, 0.04))
+        agent.report(verifier(step_cost=own))
+        eventually(lambda: agent.pooled.step_cost is not None)
+        store.share_calibration("d", b"{}")
+
+        def shared() -> bool:
+            agent.report(verifier())
+            return agent.pooled.calibration == b"{}"
+
+        eventually(shared)
+        assert agent.pooled.step_cost == curve, "without this replica's own, which is pooled by now"
+        eventually(lambda: store.step_cost("m:cpu:x") not in (None, curve))
+    finally:
+        agent.stop()
+
+
 def slowest_call(agent: ReplicaAgent, seconds: float) -> float:
     """Longest time that report and policy took together, called as a replica does."""
     slowest = 0.0

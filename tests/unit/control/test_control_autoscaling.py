@@ -1,7 +1,5 @@
 """The co-scaling policy: reasons and sizes of the three roles, and the adapter to Serve's signature."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +103,11 @@ def test_drafters_follow_slots_misses_and_the_verifiers_to_come() -> None:
     assert alone["drafter"][0] == 1
     late = RoleTelemetry(slots_used=4, miss_share=0.2, **pool)
     size, reason = wanted(verifier=verifiers(2, running=4), drafter=RoleSize(1, 0, late))["drafter"]
+    assert size == 2
+    assert "20% of the calls late" in reason
+    seen = verifiers(2, running=4, miss_share=0.2)  # the verifiers count the calls that came too late
+    punctual = RoleTelemetry(slots_used=4, **pool)
+    size, reason = wanted(verifier=seen, drafter=RoleSize(1, 0, punctual))["drafter"]
     assert size == 2
     assert "20% of the calls late" in reason
     assert wanted(verifier=verifiers(running=1), drafter=RoleSize(0, 0, RoleTelemetry()))["drafter"][0] == 1
@@ -245,12 +248,13 @@ def test_the_policy_never_waits_and_forgets_stale_telemetry(monkeypatch: pytest.
 def test_deployment_names_and_unknown_targets() -> None:
     from pydantic import ValidationError
 
+    from dspark_ray.serving import names
     from dspark_ray.serving.autoscaling import ROLE_OF_PREFIX
 
-    # Read, not imported: that would load vLLM.
-    app = (Path(__file__).parents[3] / "dspark_ray/serving/app.py").read_text()
-    prefixes = dict(re.findall(r'^(\w+)_PREFIX = "(\w+):"', app, re.MULTILINE))
-    assert {"PREFILL", "VERIFIER"} <= prefixes.keys()
-    assert {prefix: role.lower() for role, prefix in prefixes.items()}.items() <= ROLE_OF_PREFIX.items()
+    assert {
+        names.PREFILL_PREFIX.rstrip(":"): "prefill",
+        names.DRAFTER_PREFIX.rstrip(":"): "drafter",
+        names.VERIFIER_PREFIX.rstrip(":"): "verifier",
+    } == ROLE_OF_PREFIX
     with pytest.raises(ValidationError, match="target_ttft"):
         RoleSizer(target_ttft=1.0)

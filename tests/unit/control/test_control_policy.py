@@ -127,9 +127,7 @@ def test_a_restart_goes_on_from_the_published_policy() -> None:
         assert resumed.step(0.0, 0.7, control) == pytest.approx(published)
 
 
-def test_verify_length_is_capped_by_what_was_accepted_only_while_out_of_calibration() -> None:
-    rates = Rates(accept_len=2.4)
-    assert verify_cap(rates, False, CONTROL) is None
-    assert verify_cap(rates, True, CONTROL) == 3
-    assert verify_cap(rates, True, ControlConfig(max_verify_len=2)) == 2
-    assert verify_cap(rates, False, ControlConfig(max_verify_len=2)) == 2
+def test_out_of_calibration_the_verify_length_is_capped_by_what_was_accepted() -> None:
+    assert verify_cap(2.4, CONTROL) == 3
+    assert verify_cap(0.0, CONTROL) == 1
+    assert verify_cap(2.4, ControlConfig(max_verify_len=2)) == 2

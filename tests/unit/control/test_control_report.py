@@ -9,16 +9,20 @@ import pytest
 
 from dspark_ray.config import SchedulingConfig
 from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.control.knowledge import Pooled
 from dspark_ray.control.membership import calibration_drift
 from dspark_ray.decoding.calibration import Calibration, CalibrationTable
 from dspark_ray.errors import ConfigError
-from dspark_ray.protocol import DrafterRoute, LoadSample, RoundRecord, SpeculationSetting, TargetControl
-from dspark_ray.serving.engine_report import (
-    QUIET_REPORTS,
-    UNBOUNDED_VERIFY_LEN,
-    CalibrationTally,
-    EngineReport,
+from dspark_ray.protocol import (
+    DrafterRoute,
+    LoadSample,
+    RoundRecord,
+    SpeculationSetting,
+    StepCost,
+    TargetControl,
 )
+from dspark_ray.serving.calibration_tally import CalibrationTally
+from dspark_ray.serving.engine_report import QUIET_REPORTS, UNBOUNDED_VERIFY_LEN, EngineReport
 from dspark_ray.serving.telemetry import ReplicaIdentity
 
 ROUTE = DrafterRoute("d0", "tcp://d0", 1.0)
@@ -208,3 +212,33 @@ def test_drift_is_measured_with_the_temperatures_in_use() -> None:
         exactness="coupled", temperature_bucket="greedy", block_size=1, temperatures=[-4.0 / math.log(3.0)]
     )
     assert drift(CalibrationTable.model_construct(entries=[fitted])) < 0.02
+
+
+def calibration(temperature: float) -> Calibration:
+    one = [0.0]
+    return Calibration(
+        exactness="coupled", temperature_bucket="greedy", block_size=1, temperatures=[temperature], dataset="d",
+        sample_count=9, ece_before=one, ece_after=one, auc=one, wrong_side_share=one,
+    )  # fmt: skip
+
+
+async def test_the_worker_goes_on_from_pooled_step_costs_once_and_takes_shared_calibrations() -> None:
+    engine, found = Engine(), [Pooled()]
+    reporter = report(engine, pooled=lambda: found[0])
+    await reporter.collect(POLICY)
+    curve = StepCost((1, 2), (0.020, 0.022), weight=6.0)
+    table = CalibrationTable(entries=[calibration(2.0)])
+    found[0] = Pooled(curve, table.model_dump_json().encode())
+    for _ in range(3):
+        await reporter.collect(POLICY)
+    (learnt,) = [c for c in engine.controls if c.step_cost is not None]
+    assert learnt.step_cost.seconds == pytest.approx((0.015, 0.017)), "weighed by the steps behind each"
+    assert learnt.calibration == found[0].calibration
+    assert (learnt.tau, learnt.drafters) == (None, None)
+    newer = CalibrationTable(entries=[calibration(3.0)]).model_dump_json().encode()
+    for shared in (b"nonsense", newer, None):
+        found[0] = Pooled(curve, shared)
+        await reporter.collect(POLICY)
+    told = [c for c in engine.controls if c.calibration is not None]
+    assert [c.calibration for c in told] == [found[0].calibration or learnt.calibration, newer]
+    assert reporter._bins._temperatures(RoundRecord((1.0,), 1, 1, 0.0)) == [3.0]

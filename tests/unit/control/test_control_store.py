@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -10,7 +11,7 @@ from helpers import Clock, drafter, verifier
 from dspark_ray.config import ControlConfig, TelemetryConfig
 from dspark_ray.control.brain import ClusterBrain
 from dspark_ray.control.connection import Backoff, client_factory
-from dspark_ray.control.knowledge import merge_step_costs, step_cost_key, temperatures_key
+from dspark_ray.control.knowledge import calibration_key, merge_step_costs, step_cost_key
 from dspark_ray.control.ruling import Ruler
 from dspark_ray.control.telemetry import STORE_ERRORS, TelemetryStore
 from dspark_ray.errors import ConfigError
@@ -62,7 +63,7 @@ def test_every_key_has_the_prefix_and_a_lifetime(store: TelemetryStore, raw: "re
     store.push(verifier(step_cost=StepCost((1,), (0.1,))), [RoundRecord((0.1,), 1, 1, 0.0)])
     store.publish(lease, {"v0": policy()}, {"m": ()})
     store.pool_step_cost("k", StepCost((1,), (0.1,)))
-    store.put_temperatures("k", [1.0])
+    store.share_calibration("k", b"{}")
     store.put_sizing({"verifier": SizingDecision("m", "verifier", 1, 2, "queue")})
     keys = raw.keys("*")
     assert len(keys) == 10, keys
@@ -221,12 +222,16 @@ def test_a_pooled_curve_keeps_following_a_changed_machine() -> None:
     assert pooled.seconds[0] > 0.019
 
 
-def test_temperatures_are_kept_for_what_they_were_fitted_on(store: TelemetryStore) -> None:
-    key = temperatures_key("f00d", "coupled", "greedy", 5)
-    store.put_temperatures(key, [1.1, 0.9])
-    assert store.temperatures(key) == (1.1, 0.9)
-    assert store.temperatures(temperatures_key("f00d", "coupled", "greedy", 4)) is None
-    assert store.temperatures(temperatures_key("f00d", "coupled", "medium", 5)) is None
+def test_a_calibration_is_shared_for_the_very_files_that_it_refines(
+    store: TelemetryStore, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    key = calibration_key(tmp_path)
+    assert store.calibration(key) is None
+    store.share_calibration(key, b"{}")
+    assert store.calibration(calibration_key(tmp_path)) == b"{}"
+    (tmp_path / "calibration.json").write_text("{}")
+    assert store.calibration(calibration_key(tmp_path)) is None, "a newer file is not overruled"
 
 
 def test_sizing_decisions_are_remembered(store: TelemetryStore) -> None:

@@ -98,3 +98,11 @@ def test_any_bytes(kind, raw):
 def test_plain_requests_pass():
     for kind, body in VALID.items():
         assert judge(json.dumps(body).encode(), kind) == 200
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(4, 4), (1000, 16)])
+def test_the_default_length_of_a_completion_is_no_request_beyond_the_bound(bound, expected):
+    security = SecurityConfig(max_output_tokens=bound)
+    body = parse_request(json.dumps(VALID[CompletionRequest]).encode(), CompletionRequest)
+    check_request(body, SOMEBODY, security)
+    assert body.max_tokens == expected

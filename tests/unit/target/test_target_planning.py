@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from dspark_ray.config import ModelConfig, SchedulingConfig
+from dspark_ray.decoding.calibration import Calibration, CalibrationTable
 from dspark_ray.errors import CheckpointError, ConfigError
-from dspark_ray.protocol import TargetControl
+from dspark_ray.protocol import StepCost, TargetControl
 from dspark_ray.target.assemble import plan
 from dspark_ray.target.deadline import LEAST_S, MOST_S, Deadline
 from dspark_ray.target.options import TargetOptions, engine_arguments, options_of, target_options
@@ -57,6 +58,28 @@ def test_a_new_mode_judges_by_its_own_rounds():
     assert not plan_.worth_drafting(4, 0)
     plan_.control(TargetControl(mode="throughput", tau=0.4))  # said again, it changes nothing
     assert not plan_.worth_drafting(4, 0)
+
+
+def test_pooled_step_costs_and_a_shared_calibration_are_used_from_then_on():
+    profile = StepProfile([1, 2, 64], [1.0, 1.1, 3.0])
+    plan_ = planner("throughput", profile)
+    assert plan_.lengths([ROW], 0)[0] == [5]
+    plan_.control(TargetControl(step_cost=StepCost((1, 64), (0.001, 0.064))))
+    assert plan_.lengths([ROW], 0)[0] == [0], "every further token costs a whole step"
+    assert profile.step_ms == pytest.approx([1.0, 2.0, 64.0])
+    profile.observe_step(1, 2.0)
+    assert profile.step_ms[0] > 1.0, "refined from there"
+    profile.adopt([1, 2], [5.0, 6.0])
+    assert profile.step_ms[2] > 60.0, "beyond its end the engine's own"
+    plan_ = planner("tau")
+    assert plan_.lengths([ROW], 0)[0] == [3]
+    fitted = Calibration(
+        exactness="coupled", temperature_bucket="greedy", block_size=5, temperatures=[10.0] * 5, dataset="d",
+        sample_count=1, ece_before=[0.0] * 5, ece_after=[0.0] * 5, auc=[0.5] * 5, wrong_side_share=[0.0] * 5,
+    )  # fmt: skip
+    table = CalibrationTable(entries=[fitted]).model_dump_json().encode()
+    plan_.control(TargetControl(calibration=table))
+    assert plan_.lengths([ROW], 0)[0] == [1], ".55, .3"
 
 
 def test_room_and_full_rounds():
