@@ -58,9 +58,18 @@ class RunningApp:
         """Run a function of a file inside the driver, which is a client of the same Ray cluster."""
         return self._command({"do": "drill", "file": str(file), "function": function, "args": args})
 
+    def speculate(self, mode: str | None = None, model: str = "smollm2", **setting: Any) -> Any:
+        """Set how the model's verifiers speculate: a mode, "off", or None for what is configured."""
+        drills = REPO / "tests" / "serve" / "drills.py"
+        return self.drill(drills, "speculate", model, {"mode": mode, **setting})
+
     def stats(self, deployment: str) -> dict[str, Any]:
         """Counters of one replica."""
         return self.call(deployment, "stats")
+
+    def all_stats(self, deployment: str) -> list[dict[str, Any]]:
+        """Counters of every replica that runs."""
+        return self._command({"do": "call_all", "deployment": deployment, "method": "stats"})
 
     def kill_replica(self, deployment: str) -> None:
         """End one replica's process as the kernel's out-of-memory killer would."""
@@ -103,6 +112,8 @@ def running_app(
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would kill replicas when other programs take the memory of the machine.
         "RAY_memory_monitor_refresh_ms": "0",
+        # And would start them behind everything else on it.
+        "RAY_worker_niceness": "0",
         RUN_MARK: folder.name,
         **environ,
     }
