@@ -6,8 +6,10 @@ checked anywhere: ``dspark-ray config show FILE``.
 """
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -344,6 +346,18 @@ class SecurityConfig(FrozenModel):
     """Most entries of each of logit_bias, bad_words and stop_token_ids."""
 
 
+class FailoverConfig(FrozenModel):
+    """What becomes of an answer whose verifier dies or hangs."""
+
+    silence_s: float = Field(default=60.0, ge=1)
+    """How long a verifier or its engine may give no sign of life before it counts as lost; longer than any
+    single engine step takes. An engine that is silent for so long is ended and started anew."""
+    wait_s: float = Field(default=300.0, ge=0)
+    """How long an interrupted answer waits for another verifier before it ends with an error."""
+    takeovers: int = Field(default=2, ge=0)
+    """How often one answer may lose its verifier: a request that kills its engine must not kill them all."""
+
+
 class AppConfig(FrozenModel):
     """The args of a Serve application."""
 
@@ -355,6 +369,8 @@ class AppConfig(FrozenModel):
     """The cluster scheduler."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Load reports."""
+    failover: FailoverConfig = FailoverConfig()
+    """Answers that outlive their verifier."""
     security: SecurityConfig = SecurityConfig()
     """Limits and keys."""
 
@@ -366,16 +382,65 @@ class AppConfig(FrozenModel):
         return self
 
 
+class LiveConfig(FrozenModel):
+    """The ``user_config`` of a deployment in a Serve config file: what running replicas take over, none restarts.
+
+    Whatever is not named here is as the args say.
+    """
+
+    control: dict[str, Any] = Field(default_factory=dict)
+    """Fields of control, for the ingress (which tells the cluster scheduler) and for verifiers."""
+    scheduling: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's scheduling, for verifiers."""
+    drafter_source: str | None = None
+    """Another draft checkpoint that taps the same layers, for drafters, verifiers and prefill replicas. Until both
+    ends of a pair have it, they decode plainly."""
+
+
+_Model = TypeVar("_Model", bound=FrozenModel)
+
+
+def overlaid(base: _Model, changes: dict[str, Any]) -> _Model:
+    """A configuration with some fields changed.
+
+    Raises:
+        ValidationError: it cannot be.
+    """
+    return type(base).model_validate(base.model_dump() | changes)
+
+
 def parse_app_config(args: dict[str, Any]) -> AppConfig:
     """Validate the ``args`` of a Serve application.
 
     Raises:
         ConfigError: naming every offending field.
     """
-    try:
+    with _fields_named("args"):
         return AppConfig.model_validate(args)
+
+
+def parse_live_config(user_config: Any, config: AppConfig) -> LiveConfig:
+    """Validate the ``user_config`` of a deployment of an application.
+
+    Raises:
+        ConfigError: naming every offending field.
+    """
+    with _fields_named("user_config"):
+        live = LiveConfig.model_validate(user_config or {})
+    with _fields_named("user_config.control"):
+        overlaid(config.control, live.control)
+    with _fields_named("user_config.scheduling"):
+        overlaid(SchedulingConfig(), live.scheduling)
+    return live
+
+
+@contextmanager
+def _fields_named(where: str) -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        prefix = "" if where == "args" else f"{where}."
+        raise ConfigError(_explain(error, prefix)) from None
 
 
 def _explain(error: ValidationError, prefix: str = "") -> str:
@@ -415,6 +480,8 @@ def load_serve_file(path: Path) -> dict[str, AppConfig]:
             try:
                 config = parse_app_config(app.get("args") or {})
                 _check_sizer(app.get("autoscaling_policy"), config)
+                for deployment in app.get("deployments") or []:
+                    parse_live_config(deployment.get("user_config"), config)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             ours[str(app.get("name", "default"))] = config

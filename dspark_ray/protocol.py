@@ -105,6 +105,8 @@ class LoadSample(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """All tokens emitted: accepted drafts, bonus tokens and plain decoding."""
     draft_calls: Count = 0
     deadline_misses: Count = 0
+    drafter_mismatches: Count = 0
+    """Draft calls refused because the two ends have other weights or versions."""
     calibration: CalibrationBins | None = None
     """Sent now and then, since it is the largest part."""
     step_cost: StepCost | None = None
@@ -260,6 +262,10 @@ class TargetControl(msgspec.Struct, frozen=True, omit_defaults=True):
     """Threshold of mode fixed_tau."""
     fixed_len: Count | None = None
     """Verify length of mode fixed_len."""
+    min_verify_len: Count | None = None
+    """Drafts verified at least, in mode tau."""
+    full_round_share: Fraction | None = None
+    """Share of rounds verified in full."""
     max_verify_len: Count | None = None
     """Most drafts verified per request and step; 0 switches drafting off."""
     drafters: tuple[DrafterRoute, ...] | None = None

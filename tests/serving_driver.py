@@ -1,7 +1,8 @@
 """Runs one application on a Ray cluster of its own: the process behind `serving_harness.RunningApp`.
 
-    python serving_driver.py ARGS.json HTTP_PORT TEMP_DIR
+    python serving_driver.py ARGS.json HTTP_PORT TEMP_DIR [--declarative]
 
+With --declarative the application is deployed as ``serve deploy`` does it, and can be again.
 Takes one JSON command a line on stdin and answers with one JSON line on the descriptor that stdout was at the
 start. Everything that Ray prints goes to stderr. Ends, with its cluster, when stdin closes.
 """
@@ -18,7 +19,9 @@ APP_NAME = "dspark"
 RESULT_TIMEOUT_S = 30.0
 
 
-def main(args_file: str, port: int, temp_dir: str, reply: Callable[[Any], None]) -> None:
+def main(
+    args_file: str, port: int, temp_dir: str, reply: Callable[[Any], None], *, declarative: bool = False
+) -> None:
     import ray
     from ray import serve
 
@@ -33,7 +36,10 @@ def main(args_file: str, port: int, temp_dir: str, reply: Callable[[Any], None])
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app(args), name=APP_NAME, route_prefix="/")
+        if declarative:
+            deploy(args, [])
+        else:
+            serve.run(build_app(args), name=APP_NAME, route_prefix="/")
         reply("ready")
         for line in sys.stdin:
             try:
@@ -43,6 +49,23 @@ def main(args_file: str, port: int, temp_dir: str, reply: Callable[[Any], None])
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def deploy(args: dict[str, Any], deployments: list[dict[str, Any]]) -> None:
+    """What ``serve deploy`` does with a file of these args and deployments, until the application runs."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    app = {
+        "name": APP_NAME,
+        "route_prefix": "/",
+        "import_path": "dspark_ray.serving.app:build_app",
+        "args": args,
+        "deployments": deployments,
+    }
+    client = _get_global_client()
+    client.deploy_apps(ServeDeploySchema(applications=[app]))
+    client._wait_for_application_running(APP_NAME)
 
 
 def run(serve: Any, command: dict[str, Any]) -> Any:
@@ -55,6 +78,9 @@ def run(serve: Any, command: dict[str, Any]) -> Any:
         case "states":
             deployments = serve.status().applications[APP_NAME].deployments
             return {name: dict(deployment.replica_states) for name, deployment in deployments.items()}
+        case "deploy":
+            deploy(*args)
+            return None
         case "drill":
             spec = importlib.util.spec_from_file_location("drills", command["file"])
             drills = importlib.util.module_from_spec(spec)
@@ -66,4 +92,10 @@ def run(serve: Any, command: dict[str, Any]) -> Any:
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], lambda answer: print(json.dumps(answer), file=replies))
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        sys.argv[3],
+        lambda answer: print(json.dumps(answer), file=replies),
+        declarative="--declarative" in sys.argv,
+    )

@@ -58,6 +58,10 @@ class RunningApp:
         """Run a function of a file inside the driver, which is a client of the same Ray cluster."""
         return self._command({"do": "drill", "file": str(file), "function": function, "args": args})
 
+    def deploy(self, args: dict[str, Any], *deployments: dict[str, Any]) -> None:
+        """Deploy a changed configuration as ``serve deploy`` does; only for an app that was started declaratively."""
+        self._command({"do": "deploy", "args": [args, list(deployments)]})
+
     def stats(self, deployment: str) -> dict[str, Any]:
         """Counters of one replica."""
         return self.call(deployment, "stats")
@@ -88,9 +92,19 @@ class RunningApp:
 
 @contextmanager
 def running_app(
-    args: dict[str, Any], driver: Path = REPO / "tests" / "serving_driver.py", **environ: str
+    args: dict[str, Any],
+    driver: Path = REPO / "tests" / "serving_driver.py",
+    *options: str,
+    **environ: str,
 ) -> Iterator[RunningApp]:
-    """Start an application of the given `AppConfig` and stop it, with all its processes, at the end."""
+    """Start an application of the given `AppConfig` and stop it, with all its processes, at the end.
+
+    Args:
+        args: of the application.
+        driver: the process that runs it.
+        options: of the driver.
+        environ: of all its processes.
+    """
     # Ray's socket paths must stay short, so not pytest's own temporary folder.
     folder = Path(tempfile.mkdtemp(prefix="serve-test-"))
     args_file, log = folder / "args.json", folder / "driver.log"
@@ -110,7 +124,7 @@ def running_app(
     command = [sys.executable, str(driver), str(args_file), str(port)]
     with log.open("w") as log_file:
         process = subprocess.Popen(
-            [*command, str(folder / "ray")],
+            [*command, str(folder / "ray"), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,

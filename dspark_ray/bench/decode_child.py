@@ -13,9 +13,9 @@ import torch
 from dspark_ray.bench.decode import reply
 from dspark_ray.bench.prompts import load_prompts
 from dspark_ray.drafter.checkpoint import load_draft_config, load_drafter
+from dspark_ray.drafter.fingerprint import fingerprint
 from dspark_ray.drafter.runner import DraftRunner
 from dspark_ray.drafter.service import DrafterService
-from dspark_ray.drafter.wire import fingerprint
 from dspark_ray.target.options import DrafterAddress, TargetOptions, engine_arguments
 
 MAX_STREAMS, MAX_MODEL_LEN = 16, 1024

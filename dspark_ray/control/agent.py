@@ -137,6 +137,11 @@ class ReplicaAgent:
         """Follow changed bounds from the next report on."""
         self._control = control
 
+    def share_calibration(self, key: str) -> None:
+        """Share the calibration of another draft checkpoint from now on."""
+        self._calibration_key = key
+        self.pooled = Pooled(self.pooled.step_cost, None)
+
     def start(self) -> None:
         """Start the background thread."""
         if self._thread is None:

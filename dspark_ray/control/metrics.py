@@ -78,6 +78,9 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
            VERIFIER | DRAFTER, lambda s: s.draft_calls),
     Metric("dspark_deadline_misses", "counter", "calls", "Draft calls past their deadline",
            VERIFIER | DRAFTER, lambda s: s.deadline_misses),
+    Metric("dspark_drafter_mismatches", "counter", "calls",
+           "Refused: drafter and verifier have other weights or versions, as in a roll-out",
+           VERIFIER, lambda s: s.drafter_mismatches),
 )  # fmt: skip
 
 AGENT_METRICS: tuple[Metric, ...] = (
@@ -85,6 +88,12 @@ AGENT_METRICS: tuple[Metric, ...] = (
     Metric("dspark_telemetry_failures", "counter", "attempts", "Redis did not answer in time"),
     Metric("dspark_policy_expirations", "counter", "events", "A policy ran out and tau became local"),
 )
+
+INGRESS_METRICS: tuple[Metric, ...] = (
+    Metric("dspark_verifier_losses", "counter", "answers",
+           "Lost their verifier under way: restarted, continued, or given_up with an error",
+           tags=("model", "outcome")),
+)  # fmt: skip
 
 SCHEDULER_METRICS: tuple[Metric, ...] = (
     Metric("dspark_scheduler_ruling", "gauge", "0 or 1", "Whether this one holds the lease",
@@ -100,7 +109,7 @@ SCHEDULER_METRICS: tuple[Metric, ...] = (
            tags=("model", "role")),
 )  # fmt: skip
 
-METRICS = SAMPLE_METRICS + AGENT_METRICS + SCHEDULER_METRICS
+METRICS = SAMPLE_METRICS + AGENT_METRICS + INGRESS_METRICS + SCHEDULER_METRICS
 
 
 def markdown_table() -> str:

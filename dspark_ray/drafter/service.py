@@ -156,7 +156,11 @@ class DrafterService:
             self._refuse(peer, request.epoch, "version", detail)
             return
         if request.fingerprint != self._fingerprint:
-            self._refuse(peer, request.epoch, "fingerprint", "another target or drafter is served here")
+            detail = (
+                f"its target or drafter has other weights ({self._fingerprint[:8]}) than this verifier's "
+                f"({request.fingerprint[:8]}): no drafts until both have the same"
+            )
+            self._refuse(peer, request.epoch, "fingerprint", detail)
             return
         verifier = self._verifiers.setdefault(request.verifier, _Verifier(self._clock()))
         verifier.seen_s = self._clock()

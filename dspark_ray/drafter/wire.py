@@ -1,10 +1,8 @@
 """Draft calls on the wire: headers by msgspec, features as one bf16 frame, strangers kept out."""
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +11,7 @@ import zmq
 import zmq.utils.z85
 from torch import Tensor
 
-from dspark_ray.errors import ConfigError, ProtocolError
+from dspark_ray.errors import ProtocolError
 from dspark_ray.protocol import (
     MAX_FRAME_BYTES,
     DraftProposal,
@@ -30,26 +28,6 @@ _call = msgspec.msgpack.Decoder(DraftRequest)
 _reply: msgspec.msgpack.Decoder[DraftProposal | Refusal] = msgspec.msgpack.Decoder(DraftProposal | Refusal)
 _fetch = msgspec.msgpack.Decoder(FetchFeatures)
 _run: msgspec.msgpack.Decoder[FeatureRun | Refusal] = msgspec.msgpack.Decoder(FeatureRun | Refusal)
-
-
-def fingerprint(draft_checkpoint: Path, target: Path) -> str:
-    """Identify a pair of drafter and target by their configurations and the sizes of their weight files.
-
-    Both ends compute it from their own copies, so that a verifier never drafts with another model's drafter.
-
-    Raises:
-        ConfigError: a folder has no config.json.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for folder in (draft_checkpoint, target):
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder}: no readable config.json: {error}") from None
-        digest.update(json.dumps(config, sort_keys=True).encode())
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-    return digest.hexdigest()
 
 
 def encode_features(features: Sequence[Tensor]) -> bytes:

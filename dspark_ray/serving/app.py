@@ -87,6 +87,7 @@ def _build_drafters(model: ModelConfig, config: AppConfig) -> Application:
         name=DRAFTER_PREFIX + deployment_suffix(model.id),
         **scaling_options(role, target_ongoing_requests=role.max_ongoing_requests),
         max_ongoing_requests=role.max_ongoing_requests,
+        user_config={},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,
@@ -106,6 +107,7 @@ def _build_ingress(config: AppConfig, verifiers: dict[str, Application]) -> Appl
         # The ingress itself refuses what is beyond its bound, in OpenAI's shape; Serve's proxy would not.
         max_ongoing_requests=2 * role.max_ongoing_requests,
         max_queued_requests=UNBOUNDED,
+        user_config={},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=role.graceful_shutdown_timeout_s,

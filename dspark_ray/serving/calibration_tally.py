@@ -22,7 +22,7 @@ class CalibrationTally:
         self._predicted = [0.0] * BINS
         self._accepted = [0] * BINS
 
-    def use(self, calibration: CalibrationTable) -> None:
+    def use(self, calibration: CalibrationTable | None) -> None:
         """Count with other temperatures from now on."""
         self._calibration = calibration
 

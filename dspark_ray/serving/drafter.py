@@ -19,10 +19,11 @@ import ray
 from ray import serve
 
 from dspark_ray.config import AppConfig, DrafterConfig, ModelConfig
-from dspark_ray.errors import DrafterUnavailableError
+from dspark_ray.errors import ConfigError, DrafterUnavailableError
 from dspark_ray.hardware import cpu_computes_bf16, openmp_env
 from dspark_ray.protocol import LoadSample, RoundRecord
 from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
+from dspark_ray.serving.live import LiveSettings
 from dspark_ray.serving.model_folders import checkpoint_folder, target_folder
 from dspark_ray.serving.names import LEAST_CPUS
 from dspark_ray.serving.ports import free_port_range
@@ -74,9 +75,9 @@ class DrafterEngine:
         import torch  # only the actor drafts; the replica beside it stays light
 
         from dspark_ray.drafter.checkpoint import load_drafter
+        from dspark_ray.drafter.fingerprint import fingerprint
         from dspark_ray.drafter.runner import DraftRunner
         from dspark_ray.drafter.service import DrafterService
-        from dspark_ray.drafter.wire import fingerprint
 
         torch.set_num_threads(plan.threads)
         checkpoint, target = Path(plan.checkpoint), Path(plan.target)
@@ -134,16 +135,13 @@ class DrafterServer:
 
     async def __init__(self, model: ModelConfig, config: AppConfig):
         context = serve.get_replica_context()
-        self._model = model
-        self._plan = engine_plan(model, config.security.secret_env)
-        self._engine = self._start_engine(
-            engine_name(context.app_name, model.id, context.replica_id.unique_id)
-        )
-        self._snapshot: dict[str, Any] = await asyncio.wait_for(
-            self._engine.snapshot.remote(), START_TIMEOUT_S
-        )
-        self._heard_s = time.monotonic()
+        self._secret_env = config.security.secret_env
+        self._settings = LiveSettings(config, model)
+        self._name = engine_name(context.app_name, model.id, context.replica_id.unique_id)
+        self._generation = 0
+        self._replacing = asyncio.Lock()
         self._restarts = 0
+        await self._start_engine()
         self._identity = ReplicaIdentity.of_this_replica("drafter", model.id, device_kind(model.drafter))
         agent = start_agent(config.control, config.telemetry)
         self._tasks = [
@@ -151,38 +149,65 @@ class DrafterServer:
             asyncio.create_task(report_forever(agent, self._collect, config.telemetry.sample_interval_s)),
         ]
 
-    def _start_engine(self, name: str) -> Any:
-        role = self._model.drafter
+    async def _start_engine(self) -> None:
+        """Start the engine of the drafter that is configured now, and wait until it answers."""
+        model = self._settings.model
+        role = model.drafter
+        self._plan = engine_plan(model, self._secret_env)
+        self._generation += 1  # the name of one that has just been killed may still be taken
         # Owned by this replica: it dies with it, and Ray restarts it when it dies alone.
-        return (
+        self._engine = (
             ray.remote(DrafterEngine)
             .options(
-                name=name,
+                name=f"{self._name}.{self._generation}",
                 namespace=NAMESPACE,
                 max_restarts=-1,
                 max_concurrency=2,
                 num_cpus=role.cpus,
                 num_gpus=role.gpus,
                 resources=role.resources,
-                runtime_env={"env_vars": engine_env(self._model)},
+                runtime_env={"env_vars": engine_env(model)},
             )
             .remote(self._plan)
         )
+        self._snapshot: dict[str, Any] = await asyncio.wait_for(
+            self._engine.snapshot.remote(), START_TIMEOUT_S
+        )
+        self._heard_s = time.monotonic()
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve's call when the deployment's user_config has changed; see `dspark_ray.config.LiveConfig`."""
+        async with self._replacing:
+            before = self._settings.model
+            if not self._settings.accept(user_config) or self._settings.model.drafter == before.drafter:
+                return
+            ray.kill(self._engine, no_restart=True)
+            try:
+                await self._start_engine()
+            except (ray.exceptions.RayError, TimeoutError, ConfigError) as error:
+                logger.error("drafter %s is not taken over: %s", self._settings.model.drafter.source, error)
+                ray.kill(self._engine, no_restart=True)
+                self._settings.keep_drafter_of(before)
+                await self._start_engine()
 
     async def _watch_forever(self) -> None:
         """Read the engine's counters; one that hangs is killed, and Ray starts it anew."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            try:
-                snapshot = await asyncio.wait_for(self._engine.snapshot.remote(), HANG_AFTER_S)
-            except TimeoutError:
-                self._restart("does not answer")
-                continue
-            except ray.exceptions.RayError:
-                continue  # it is restarting; check_health bounds how long that may take
-            self._snapshot, self._heard_s = snapshot, time.monotonic()
-            if snapshot["silent_s"] > HANG_AFTER_S:
-                self._restart("no longer serves its socket")
+            async with self._replacing:
+                await self._watch()
+
+    async def _watch(self) -> None:
+        try:
+            snapshot = await asyncio.wait_for(self._engine.snapshot.remote(), HANG_AFTER_S)
+        except TimeoutError:
+            self._restart("does not answer")
+            return
+        except ray.exceptions.RayError:
+            return  # it is restarting; check_health bounds how long that may take
+        self._snapshot, self._heard_s = snapshot, time.monotonic()
+        if snapshot["silent_s"] > HANG_AFTER_S:
+            self._restart("no longer serves its socket")
 
     def _restart(self, reason: str) -> None:
         logger.warning("drafter %s: its engine %s and is started anew", self._identity.replica, reason)

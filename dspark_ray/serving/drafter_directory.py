@@ -17,7 +17,7 @@ LOOK_PERIOD_S = 1.0
 
 
 def engine_name(app: str, model: str, replica: str) -> str:
-    """Name of the drafting actor of one replica, in namespace ``dspark``."""
+    """How the name of a replica's drafting actor in namespace ``dspark`` begins; ``.1``, ``.2`` and so on follow."""
     return f"drafter:{app}:{model}:{replica}"
 
 
@@ -53,7 +53,8 @@ class DrafterDirectory:
                 endpoint = await asyncio.wait_for(engine.endpoint.remote(), ENDPOINT_TIMEOUT_S)
             except (TimeoutError, ValueError, ray.exceptions.RayError):
                 continue
-            self._known[name] = DrafterRoute(name.removeprefix(self._prefix), endpoint, 1.0)
+            replica = name.removeprefix(self._prefix).partition(".")[0]
+            self._known[name] = DrafterRoute(replica, endpoint, 1.0)
         return self._routes()
 
     def _routes(self) -> tuple[DrafterRoute, ...]:

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
@@ -24,6 +25,7 @@ from dspark_ray.serving.engine_guard import guard_children
 from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
 from dspark_ray.serving.ports import free_port_range
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest, RemotePrefill
+from dspark_ray.serving.replay import emitted_output, emitted_tokens, remaining_request
 from dspark_ray.serving.speculation import carry_refused_parameters
 from dspark_ray.target.handoff import HANDOFF_ENDPOINT_KEY, HANDOFF_KEY
 
@@ -76,6 +78,21 @@ class DisaggregatedLLM(AsyncLLM):
                 await self.notify_kv_transfer_request_rejected(request_uuid, prefilled.transfer)
             raise
 
+    async def _add_request(
+        self, request: EngineCoreRequest, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """Register a request as vLLM does; one whose answer has begun elsewhere goes on from there."""
+        emitted = emitted_tokens(request.sampling_params)
+        if not emitted:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        remaining = remaining_request(request, emitted)
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        self.output_processor.process_outputs([emitted_output(request, emitted)])
+        # vLLM's own statistics begin with the first token that this engine makes.
+        self.output_processor.request_states[request.request_id].is_prefilling = True
+        await self.engine_core.add_request_async(remaining)
+
     async def _prefill_elsewhere(
         self, request_uuid: str, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
     ) -> PrefillDone | None:
@@ -90,9 +107,8 @@ class DisaggregatedLLM(AsyncLLM):
             return None
         if not 1 < len(token_ids) < self.model_config.max_model_len:
             return None
-        request = PrefillRequest(
-            request_uuid, list(token_ids), prompt.get("cache_salt"), kwargs.get("priority", 0)
-        )
+        token_ids = [*token_ids, *emitted_tokens(params)]
+        request = PrefillRequest(request_uuid, token_ids, prompt.get("cache_salt"), kwargs.get("priority", 0))
         return await self.remote_prefill.run(request)
 
 

@@ -107,6 +107,7 @@ def deployment_options(model: ModelConfig, role: RoleConfig) -> dict[str, Any]:
         **scaling_options(role, target_ongoing_requests=model.target.max_num_seqs),
         "max_ongoing_requests": role.max_ongoing_requests,
         "max_queued_requests": role.max_queued_requests,
+        "user_config": {},  # given back when a file no longer sets one
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
         "graceful_shutdown_timeout_s": role.graceful_shutdown_timeout_s,

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import ValidationError
 
-from dspark_ray.config import AppConfig, ModelConfig, SchedulingConfig
-from dspark_ray.control.agent import ActivePolicy
+from dspark_ray.config import AppConfig, ControlConfig, ModelConfig, SchedulingConfig
+from dspark_ray.control.agent import ActivePolicy, ReplicaAgent
 from dspark_ray.control.knowledge import Pooled, calibration_key, merge_step_costs, step_cost_key
 from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.errors import ConfigError
@@ -112,6 +112,7 @@ def report_engine(
         scheduling=model.scheduling,
         pooled=lambda: agent.pooled,
     )
+    report.agent = agent
     interval_s = config.telemetry.sample_interval_s
     report.task = asyncio.create_task(report_forever(agent, report.collect, interval_s))
     return report
@@ -158,6 +159,8 @@ class EngineReport:
         self._step_cost: StepCost | None = None
         self.task: asyncio.Task[None] | None = None
         """Reports, once `report_engine` has started it."""
+        self.agent: ReplicaAgent | None = None
+        """Of the control plane; from `report_engine`."""
         self.worker: Mapping[str, Any] = {}
         """The shim's counters as of the last `collect`."""
         self._scheduling = scheduling or SchedulingConfig()
@@ -202,6 +205,7 @@ class EngineReport:
             tokens_committed=counters.tokens_generated,
             draft_calls=client.get("calls", 0),
             deadline_misses=client.get("deadline_misses", 0),
+            drafter_mismatches=client.get("mismatched", 0),
             calibration=self._bins.bins() if self._reports % BINS_EVERY == 0 else None,
             step_cost=self._changed_step_cost(worker.get("step")),
         )
@@ -231,6 +235,29 @@ class EngineReport:
         rounds = msgspec.convert(self.worker.get("shim", {}).get("full_rounds", []), list[RoundRecord])
         self._bins.count(rounds)
         return rounds
+
+    def configure(self, control: ControlConfig, scheduling: SchedulingConfig) -> None:
+        """Follow changed bounds and modes from the next report on."""
+        self._scheduling = scheduling
+        if self.agent is not None:
+            self.agent.configure(control)
+
+    async def swap_drafter(self, checkpoint: Path) -> None:
+        """Have the worker draft with another checkpoint, calibrated as that says.
+
+        Raises:
+            ConfigError: it cannot; everything stays as it was.
+        """
+        async with self._obeying:
+            answers = await self._rpc("dspark_swap", args=(str(checkpoint),))
+            refused = next((answer for answer in answers if answer), None)
+            if refused is not None:
+                raise ConfigError(refused)
+            self._obeyed = None  # the new client knows no drafters yet
+            self._bins.use(CalibrationTable.load(checkpoint))
+            self._learnt = Pooled(self._learnt.step_cost, None)
+            if self.agent is not None:
+                self.agent.share_calibration(calibration_key(checkpoint))
 
     async def set_speculation(self, setting: SpeculationSetting) -> dict[str, Any]:
         """Have the worker follow an operator's setting from its next step on.
@@ -333,6 +360,8 @@ def target_control(
         else setting.tau,  # the load's last trickle changes nothing
         fixed_tau=scheduling.fixed_tau if setting.tau is None else setting.tau,
         fixed_len=UNBOUNDED_VERIFY_LEN if length is None else length,
+        min_verify_len=scheduling.min_verify_len,
+        full_round_share=scheduling.full_round_share,
         max_verify_len=UNBOUNDED_VERIFY_LEN if longest is None else longest,
         drafters=drafters or None,
     )

@@ -28,25 +28,33 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dspark_ray.config import AppConfig, SecurityConfig
+from dspark_ray.control.metrics import INGRESS_METRICS
 from dspark_ray.errors import RequestError
 from dspark_ray.serving.access import SCOPE_PRINCIPAL, AccessMiddleware, check_request
 from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler, watch_cluster_scheduler
+from dspark_ray.serving.continuation import why_not_continuable
 from dspark_ray.serving.drain import DrainGuard
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
-from dspark_ray.serving.openai_errors import RETRY_AFTER_S, error_events, error_response, from_engine
+from dspark_ray.serving.failover import Answer
+from dspark_ray.serving.live import LiveSettings
+from dspark_ray.serving.openai_errors import (
+    ERROR_EVENT,
+    RETRY_AFTER_S,
+    error_events,
+    error_response,
+    from_engine,
+)
 from dspark_ray.serving.openapi import openapi_document
 from dspark_ray.serving.request_parsing import parse_request, read_body
-from dspark_ray.serving.telemetry import process_stats, report_ingress
+from dspark_ray.serving.telemetry import MetricSet, process_stats, report_ingress
 
-ERROR_EVENT = 'data: {"error":'
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class OpenAiIngress:
     """Validates requests, finds their model, relays the answer.
 
-    The relay (`_parts` to `_stream`) sees every part of an answer before the client does, which is where an
-    answer can be taken over by another verifier.
+    An answer outlives its verifier: `dspark_ray.serving.failover` asks another one.
 
     Args:
         config: the application's configuration.
@@ -56,13 +64,22 @@ class OpenAiIngress:
     def __init__(self, config: AppConfig, verifiers: Mapping[str, DeploymentHandle]):
         self._config = config
         self._verifiers = {model: handle.options(stream=True) for model, handle in verifiers.items()}
+        self._settings = LiveSettings(config)
         self._created_s = int(time.time())
+        self._models = {model.id: model for model in config.models}
         self._in_hand: Counter[str] = Counter()
+        self._losses: Counter[tuple[str, str]] = Counter()
+        self._metrics = MetricSet(INGRESS_METRICS)
         self._scheduler = ensure_cluster_scheduler(config.control, config.telemetry)
         self._reporting = report_ingress(config, self._in_hand)
         if self._scheduler is not None:
             self._reporting.append(asyncio.create_task(watch_cluster_scheduler(self._scheduler)))
         self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve's call when the deployment's user_config has changed: bounds for the cluster scheduler."""
+        if self._settings.accept(user_config):
+            self._scheduler = ensure_cluster_scheduler(self._settings.control, self._config.telemetry)
 
     async def check_health(self) -> None:
         """Called by Serve's controller."""
@@ -135,19 +152,35 @@ class OpenAiIngress:
                 code="overloaded",
                 retry_after_s=RETRY_AFTER_S,
             )
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        answer = Answer(
+            lambda request: self._ask(request, method, trace),
+            body,
+            why_not_continuable(body, self._models[body.model]),
+            self._config.failover,
+            note=lambda outcome: self._count_loss(body.model, outcome),
+        )
         self._in_hand[body.model] += 1
         try:
-            trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-            response = getattr(self._verifiers[body.model], method).remote(
-                body, RawRequestInfo(headers=trace)
-            )
-            try:
-                async for part in response:
+            async with contextlib.aclosing(answer.parts()) as parts:
+                async for part in parts:
                     yield part
-            finally:
-                response.cancel()
         finally:
             self._in_hand[body.model] -= 1
+
+    async def _ask(self, body: Any, method: str, trace: dict[str, str]) -> AsyncGenerator[Any]:
+        """One verifier's answer. Closing cancels it."""
+        response = getattr(self._verifiers[body.model], method).remote(body, RawRequestInfo(headers=trace))
+        try:
+            async for part in response:
+                yield part
+        finally:
+            response.cancel()
+
+    def _count_loss(self, model: str, outcome: str) -> None:
+        self._losses[model, outcome] += 1
+        tags = {"model": model, "outcome": outcome}
+        self._metrics.set("dspark_verifier_losses", self._losses[model, outcome], tags)
 
     async def _stream(self, first: Any, parts: AsyncGenerator[Any]) -> AsyncGenerator[str]:
         """The events for the client. Whatever happens after the first one becomes an event, too."""

@@ -20,6 +20,8 @@ from dspark_ray.serving.access import error_document, error_headers
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+ERROR_EVENT = 'data: {"error":'
+"""How the event begins with which vLLM ends a stream that failed."""
 
 # exception: (status, code, message for the client; None where the exception's own may be shown)
 TABLE: tuple[tuple[type[BaseException], int, str | None, str | None], ...] = (
@@ -84,7 +86,11 @@ def error_response(error: BaseException) -> JSONResponse:
 
 def error_events(error: BaseException) -> str:
     """The end of a stream that cannot go on: clients raise on the event, and never see a silent cut."""
-    return f"data: {json.dumps(error_document(as_request_error(error)))}\n\ndata: [DONE]\n\n"
+    shown = as_request_error(error)
+    document = error_document(shown)
+    if shown.retry_after_s is not None:  # there is no header left to say it in
+        document["error"]["retry_after_s"] = shown.retry_after_s
+    return f"data: {json.dumps(document)}\n\ndata: [DONE]\n\n"
 
 
 def _from_validation(error: ValidationError) -> RequestError:

@@ -1,5 +1,6 @@
 """A prefill replica: runs prompts through the model and keeps their KV ready for a verifier."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,6 +15,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.serving.engine import DSparkEngine
 from dspark_ray.serving.engine_report import report_engine
+from dspark_ray.serving.engine_watch import watch_engine
+from dspark_ray.serving.live import LiveSettings, reconfigure_engine
 from dspark_ray.serving.remote_prefill import (
     PrefillAccepted,
     PrefillDone,
@@ -34,10 +37,11 @@ class PrefillServer(PDPrefillServer):
 
     async def __init__(self, llm_config: LLMConfig, *, model: ModelConfig, config: AppConfig):
         await super().__init__(llm_config)
-        endpoints = []
+        self._settings = LiveSettings(config, model)
+        self._feature_endpoint: str | None = None
         if drafts_in_shim(model):
-            endpoints = await self.engine.client.collective_rpc("dspark_handoff_endpoint")
-        self._feature_endpoint = next((endpoint for endpoint in endpoints if endpoint), None)
+            await self._ask_feature_endpoint()
+        self._watch = asyncio.create_task(watch_engine(self.engine.client, config.failover.silence_s))
         self._report = report_engine(
             "prefill",
             model,
@@ -47,6 +51,15 @@ class PrefillServer(PDPrefillServer):
             has_shim=drafts_in_shim(model),
             device_kind=device_kind(model.prefill),
         )
+
+    async def _ask_feature_endpoint(self) -> None:
+        endpoints = await self.engine.client.collective_rpc("dspark_handoff_endpoint")
+        self._feature_endpoint = next((endpoint for endpoint in endpoints if endpoint), None)
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve's call when the deployment's user_config has changed; see `dspark_ray.config.LiveConfig`."""
+        if await reconfigure_engine(self._settings, self._report, user_config):
+            await self._ask_feature_endpoint()
 
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         """Compute the KV of one prompt.

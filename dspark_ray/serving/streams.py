@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 _END = object()
+HEARTBEAT = ""
+"""What a replica says when it has nothing to say, so that its silence means something."""
 
 
 async def coalesce(source: AsyncGenerator[Any], interval_s: float) -> AsyncGenerator[Any]:
@@ -44,6 +46,39 @@ async def coalesce(source: AsyncGenerator[Any], interval_s: float) -> AsyncGener
     finally:
         task.cancel()
         await asyncio.wait([task])
+        await source.aclose()
+
+
+async def with_heartbeats(source: AsyncGenerator[Any], every_s: float) -> AsyncGenerator[Any]:
+    """The items of a source, and `HEARTBEAT` whenever it has been silent for a while.
+
+    Args:
+        source: closed when this generator is.
+        every_s: longest silence.
+
+    Raises:
+        Exception: whatever the source raises.
+    """
+
+    async def step() -> Any:
+        return await anext(source, _END)
+
+    pending: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(step())
+            done, _ = await asyncio.wait({pending}, timeout=every_s)
+            if not done:
+                yield HEARTBEAT
+                continue
+            item, pending = pending.result(), None
+            if item is _END:
+                return
+            yield item
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
         await source.aclose()
 
 

@@ -1,25 +1,37 @@
 """A verifier replica: owns a request from its prompt to its last token."""
 
+import asyncio
+import contextlib
+import hashlib
+import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
-from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest
+from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest, ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer
 from ray.serve.handle import DeploymentHandle
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dspark_ray.config import AppConfig, ModelConfig
+from dspark_ray.drafter.fingerprint import folder_fingerprint
 from dspark_ray.protocol import SpeculationSetting
 from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.engine import DSparkEngine
 from dspark_ray.serving.engine_report import report_engine
+from dspark_ray.serving.engine_watch import watch_engine
+from dspark_ray.serving.failover import HEARTBEATS_PER_SILENCE, Accepted
+from dspark_ray.serving.live import LiveSettings, reconfigure_engine
+from dspark_ray.serving.openai_errors import ERROR_EVENT
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
 from dspark_ray.serving.speculation import drafts_in_shim
-from dspark_ray.serving.streams import coalesce
+from dspark_ray.serving.streams import coalesce, with_heartbeats
 from dspark_ray.serving.telemetry import device_kind, process_stats
+from dspark_ray.sources import resolve_source
 
 STREAM_INTERVAL_S = 0.02
 
@@ -55,6 +67,10 @@ class VerifierServer(PDDecodeServer):
         else:
             await super().__init__(llm_config, prefill_server=prefill_server)
             self._use_prefill(model)
+        self._settings = LiveSettings(config, model)
+        self._target = target_identity(model)
+        self._heartbeat_s = config.failover.silence_s / HEARTBEATS_PER_SILENCE
+        self._watch = asyncio.create_task(watch_engine(self.engine.client, config.failover.silence_s))
         self._start_reporting(model, config)
 
     def _use_prefill(self, model: ModelConfig) -> None:
@@ -85,6 +101,10 @@ class VerifierServer(PDDecodeServer):
             routes=DrafterDirectory(app, model.id).routes if remote else None,
         )
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve's call when the deployment's user_config has changed; see `dspark_ray.config.LiveConfig`."""
+        await reconfigure_engine(self._settings, self._report, user_config)
+
     async def _ask_prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent]:
         response = self._prefill_handle.prefill.remote(request)
         try:
@@ -99,17 +119,28 @@ class VerifierServer(PDDecodeServer):
         """Run one chat or completion request on this replica's engine.
 
         Yields:
-            One response object, or strings of whole server-sent events.
+            `Accepted`, then one response object or strings of whole server-sent events; heartbeats in between.
         """
+        yield Accepted(self._target)
         method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
         answer = await self._run_request(request, engine_method=method, raw_request_info=raw_request_info)
+        answer = self._raise_if_engine_died(answer)
         if request.stream:
             answer = coalesce(answer, STREAM_INTERVAL_S)
-        try:
-            async for part in answer:
+        async with contextlib.aclosing(with_heartbeats(answer, self._heartbeat_s)) as parts:
+            async for part in parts:
                 yield part
-        finally:
-            await answer.aclose()
+
+    async def _raise_if_engine_died(self, answer: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+        """The parts of an answer; vLLM's own words on a dead engine become an error that the ingress knows."""
+        async with contextlib.aclosing(answer):
+            async for part in answer:
+                failed = (
+                    part.startswith(ERROR_EVENT) if isinstance(part, str) else isinstance(part, ErrorResponse)
+                )
+                if failed and self.engine.client.errored:
+                    raise EngineDeadError
+                yield part
 
     async def set_speculation(self, setting: SpeculationSetting) -> dict[str, Any]:
         """Follow an operator's setting; see `EngineReport.set_speculation`."""
@@ -125,6 +156,14 @@ class VerifierServer(PDDecodeServer):
             "remote_prefills": dict(remote.outcomes) if remote else {},
             "workers": self._report.worker,
         }
+
+
+def target_identity(model: ModelConfig) -> str:
+    """Tells apart targets that would answer differently: their weights and how they are computed."""
+    source = resolve_source(model.target.source, f"model {model.id}: target.source")
+    weights = folder_fingerprint(Path(source)) if Path(source).is_dir() else source
+    computed = json.dumps([weights, model.target.dtype, model.target.engine], sort_keys=True, default=str)
+    return hashlib.blake2b(computed.encode(), digest_size=16).hexdigest()
 
 
 class DataParallelVerifierServer(VerifierServer, DPServer):

@@ -14,9 +14,9 @@ import torch
 from dspark_ray.decoding.calibration import CalibrationTable
 from dspark_ray.decoding.prefix_scheduler import check_lossless
 from dspark_ray.drafter.checkpoint import check_fits_target, load_draft_config, load_drafter, load_projection
+from dspark_ray.drafter.fingerprint import fingerprint
 from dspark_ray.drafter.model import DraftConfig, FeatureProjection
 from dspark_ray.drafter.runner import DraftRunner
-from dspark_ray.drafter.wire import fingerprint
 from dspark_ray.errors import CheckpointError, ConfigError
 from dspark_ray.protocol import DrafterRoute
 from dspark_ray.target.context import RequestContexts
@@ -124,15 +124,26 @@ def _prefix_features(blueprint: Blueprint, cache_config: Any) -> PrefixFeatures 
 
 
 def build_verifier(
-    blueprint: Blueprint, vllm_config: Any, profile: StepProfile, device: torch.device
+    blueprint: Blueprint,
+    vllm_config: Any,
+    profile: StepProfile,
+    device: torch.device,
+    stats: ShimStats | None = None,
 ) -> DraftLoop:
     """The draft loop of a verifying worker.
+
+    Args:
+        blueprint: of the engine.
+        vllm_config: of the engine.
+        profile: what its steps cost.
+        device: where it computes.
+        stats: counters to go on with.
 
     Raises:
         ConfigError: the drafter cannot be loaded or does not fit.
     """
     options, draft = blueprint.options, blueprint.draft
-    stats = ShimStats()
+    stats = stats or ShimStats()
     mark = fingerprint(blueprint.checkpoint, blueprint.target)
     secret = _secret(options)
     contexts = RequestContexts(
@@ -174,6 +185,24 @@ def build_verifier(
         exactness=options.exactness,
         refeed_rows=options.refeed_rows_per_step,
     )
+
+
+def replace_verifier(
+    old: DraftLoop, blueprint: Blueprint, vllm_config: Any, device: torch.device
+) -> DraftLoop:
+    """The draft loop that takes over from another one in mid-flight, with its counters and its requests.
+
+    Features of the old projection mean nothing to the new drafter, so no context is kept.
+
+    Raises:
+        ConfigError: the drafter cannot be loaded or does not fit; the old loop goes on then.
+    """
+    new = build_verifier(blueprint, vllm_config, old.profile, device, old.stats)
+    new.client.counters = old.client.counters
+    new.contexts.begin_anew(old.contexts.keys)
+    old.contexts.close()
+    old.client.close()
+    return new
 
 
 def _colocated(blueprint: Blueprint, vllm_config: Any, device: torch.device) -> ColocatedDrafter:
@@ -220,6 +249,14 @@ def build_prefill(blueprint: Blueprint, vllm_config: Any) -> PrefillSide:
         secret=_secret(options),
     )
     return PrefillSide(contexts, offers, server, stats)
+
+
+def replace_prefill(old: PrefillSide, blueprint: Blueprint, vllm_config: Any) -> PrefillSide:
+    """What a prefill worker keeps from now on, under a new endpoint. Prompts in work are not offered."""
+    new = build_prefill(blueprint, vllm_config)
+    new.contexts.begin_anew(old.contexts.keys)
+    old.server.close()
+    return new
 
 
 def profile_engine(run: Callable[[int], None], max_tokens: int, clock: Callable[[], float]) -> StepProfile:

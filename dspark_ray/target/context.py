@@ -102,6 +102,21 @@ class RequestContexts:
     def __getitem__(self, key: str) -> ContextRows:
         return self._requests[key].context
 
+    def begin_anew(self, keys: Iterable[str]) -> None:
+        """Take up requests that run already; what they have computed so far is not known."""
+        for key in keys:
+            self._requests[key] = _Request(ContextRows(self._window, self._width))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the running requests."""
+        return tuple(self._requests)
+
+    def close(self) -> None:
+        """Give back sockets."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+
     def finish(self, keys: Iterable[str]) -> list[str]:
         """Forget requests; returns those that were known."""
         known = []

@@ -44,6 +44,13 @@ PROMISES = (
     Promise("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ("self",), "time of the step profile"),
     Promise(_RUNNER, "GPUModelRunner.__init__", ("self", "vllm_config", "device"), "subclassed"),
     Promise(_RUNNER, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), "the drafter is loaded after it"),
+    Promise(_RUNNER, "GPUModelRunner._update_states", ("self", "scheduler_output"), "makes generators"),
+    Promise(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM._add_request",
+        ("self", "request", "prompt", "parent_req", "index", "queue"),
+        "answers that another engine began",
+    ),
     Promise(_RUNNER, "GPUModelRunner._sample", ("self", "logits", "spec_decode_metadata"), "generators are kept"),
     Promise(
         _RUNNER,

@@ -34,6 +34,8 @@ class ClientCounters:
     unavailable: int = 0
     """Calls that found no drafter to send to."""
     refused: int = 0
+    mismatched: int = 0
+    """Of those, calls to a drafter of other weights or another version than this verifier's."""
     bad_replies: int = 0
     """Replies that did not fit their call, and stale ones."""
     bytes_sent: int = 0

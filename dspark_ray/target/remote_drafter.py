@@ -45,6 +45,8 @@ class _Link:
     """Replies in a row that could not be used."""
     retry_at: float = 0.0
     """Not used before that time, unless there is no other."""
+    trouble: str = ""
+    """Why it was last left alone; said once."""
 
 
 class RemoteDrafters:
@@ -253,12 +255,13 @@ class RemoteDrafters:
             sent_at = link.sent_at.pop(reply.epoch, None)
             if isinstance(reply, Refusal):
                 self.counters.refused += 1
+                self.counters.mismatched += reply.reason in {"fingerprint", "version"}
                 if reply.reason in _BACK_OFF_REASONS:
                     self._down(link, f"refuses: {reply.reason}: {reply.detail}")
                 return ([], 0.0) if reply.epoch in (self._epoch, 0) else None
             if sent_at is not None:
                 link.deadline.observe(time.monotonic() - sent_at)
-                link.misses, link.retry_at = 0, 0.0
+                link.misses, link.retry_at, link.trouble = 0, 0.0, ""
             if reply.epoch != self._epoch:
                 self.counters.bad_replies += 1
                 return None
@@ -279,10 +282,11 @@ class RemoteDrafters:
         for epoch in sorted(link.sent_at)[:-8]:
             del link.sent_at[epoch]
         if link.misses >= _MISSES_UNTIL_DOWN:
-            self._down(link, f"missed {link.misses} deadlines in a row")
+            self._down(link, f"missed {_MISSES_UNTIL_DOWN} deadlines in a row")
 
     def _down(self, link: _Link, why: str) -> None:
         """Leave a drafter alone for a moment; its requests move where there is another."""
-        if link.retry_at <= time.monotonic():
+        if why != link.trouble:
             logger.warning("drafter %s at %s %s", link.route.replica, link.route.endpoint, why)
+        link.trouble = why
         link.retry_at = time.monotonic() + _RETRY_S

@@ -5,6 +5,7 @@ states are tapped, and the draft loop runs where vLLM would call its own drafter
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,15 @@ from dspark_ray.target.assemble import (
     build_verifier,
     plan,
     profile_engine,
+    replace_prefill,
+    replace_verifier,
 )
 from dspark_ray.target.context import StartedRequest, StepRow
 from dspark_ray.target.coupled_sampler import CoupledRejectionSampler
 from dspark_ray.target.draft_loop import DraftLoop
 from dspark_ray.target.options import options_of
 from dspark_ray.target.ratio_mend import mend_cpu_expansion
-from dspark_ray.target.seeding import discarded_draws_given_back
+from dspark_ray.target.seeding import DRAWS_KEY, advance, discarded_draws_given_back
 from dspark_ray.target.slot_processors import install_carried_processors
 
 # A pause longer than this between two steps is an idle engine, not overhead of a step.
@@ -92,6 +95,36 @@ class DSparkRunnerMixin:
             self._dspark_tap = Tap(blueprint, self.dtype, self.device)
             self.dspark_loop = build_verifier(blueprint, self.vllm_config, profile, self.device)
 
+    def swap_drafter(self, checkpoint: Path, *, talks: bool) -> None:
+        """Draft with another checkpoint from the next step on. Running requests begin their context anew.
+
+        Args:
+            checkpoint: folder of a draft that taps the same layers.
+            talks: whether this rank drafts or hands features over.
+
+        Raises:
+            ConfigError: this engine cannot use it; nothing has changed then.
+        """
+        old = self.dspark_blueprint
+        if old is None:
+            raise ConfigError("this engine has no drafter that could be replaced")
+        blueprint = plan(old.options.model_copy(update={"checkpoint": checkpoint}), self.vllm_config)
+        if blueprint.aux_layers != old.aux_layers:
+            raise ConfigError(
+                f"{checkpoint}: taps layers {list(blueprint.draft.target_layer_ids)}, the running engine was started "
+                f"for {list(old.draft.target_layer_ids)}: change drafter.source under args instead"
+            )
+        if talks:
+            tap = Tap(blueprint, self.dtype, self.device)
+            if self.dspark_prefill is not None:
+                self.dspark_prefill = replace_prefill(self.dspark_prefill, blueprint, self.vllm_config)
+            elif self.dspark_loop is not None:
+                self.dspark_loop = replace_verifier(
+                    self.dspark_loop, blueprint, self.vllm_config, self.device
+                )
+            self._dspark_tap = tap
+        self.dspark_blueprint = blueprint
+
     @torch.inference_mode()
     def _run_profiled_step(self, tokens: int) -> None:
         """A forward pass and the logits of all its rows, as a verify pass has them."""
@@ -100,6 +133,16 @@ class DSparkRunnerMixin:
         self._sync_device()
 
     # --- sampling ------------------------------------------------------------------------------------------
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        """Take requests in as vLLM does; the generator of one that another engine began goes on where it was."""
+        corrections = super()._update_states(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            generator = self.requests[new.req_id].generator
+            if generator is not None and (draws := (new.sampling_params.extra_args or {}).get(DRAWS_KEY)):
+                noise = torch.float64 if self.sampler.use_fp64_gumbel else torch.float32
+                advance(generator, draws, self.model_config.get_vocab_size(), noise)
+        return corrections
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Sample as vLLM does; requests whose token is discarded keep their generator as it was."""

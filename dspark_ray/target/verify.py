@@ -91,6 +91,9 @@ class VerifyPlanner:
         if message.calibration is not None:
             self._calibration = CalibrationTable.model_validate_json(message.calibration)
             self._temperatures.clear()
+        names = ("min_verify_len", "full_round_share")
+        said = {name: value for name in names if (value := getattr(message, name)) is not None}
+        self._config = self._config.model_copy(update=said)
 
     def draft_len(self, room: int) -> int:
         """γ' of one request: no longer than what could be verified."""

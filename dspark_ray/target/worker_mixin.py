@@ -1,10 +1,12 @@
 """What every dspark_ray worker adds to vLLM's: start-up of the shim, and the calls its replica makes."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from vllm.distributed.parallel_state import get_tp_group
 
+from dspark_ray.errors import ConfigError
 from dspark_ray.protocol import TargetControl
 
 
@@ -33,6 +35,18 @@ class DSparkWorkerMixin:
         loop.planner.control(message)
         if message.drafters is not None:
             loop.client.route(message.drafters)
+
+    def dspark_swap(self, checkpoint: str) -> str | None:
+        """Go on with another draft checkpoint; its client is to be told its drafters anew by `dspark_control`.
+
+        Returns:
+            Why that cannot be: then everything stays as it was.
+        """
+        try:
+            self.model_runner.swap_drafter(Path(checkpoint), talks=get_tp_group().rank_in_group == 0)
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def dspark_stats(self) -> bytes | None:
         """The shim's counters in msgpack: {"shim": …, "client": …, "step": …}; None on ranks without any."""

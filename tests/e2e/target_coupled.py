@@ -122,6 +122,7 @@ def compare(rounds: int = 2, prompts: int = 3) -> dict:
         output = generate(engine, [prompts[index]], [params[index]])[0]
         if _record(output) != reference[index]:
             differing.append({"case": [*cases[index], "alone"]})
+    differing += continued(engine, cases, reference)
     metrics = {m.name: getattr(m, "value", None) for m in engine.get_metrics()}
     return {
         "differing": differing,
@@ -129,6 +130,46 @@ def compare(rounds: int = 2, prompts: int = 3) -> dict:
         "drafted": metrics["vllm:spec_decode_num_draft_tokens"],
         "accepted": metrics["vllm:spec_decode_num_accepted_tokens"],
     }
+
+
+CONTINUED = (
+    "greedy",
+    "seed",
+    "seed_hot",
+    "seed_top_k_p",
+    "bias_min_p_seed",
+    "stop_ids",
+    "ignore_eos",
+    "logprobs_seed",
+)
+
+
+def continued(engine, cases, reference) -> list[dict]:
+    """Answers that another engine began, each cut at several tokens and gone on with, that end otherwise."""
+    from dspark_ray.target.seeding import DRAWS_KEY
+
+    table, prompts, params, expected = variants(), [], [], []
+    for (name, _), record, ids in zip(cases, reference, prompt_ids(engine, cases), strict=True):
+        if name not in CONTINUED:
+            continue
+        answer = record[0]["ids"]
+        for cut in {1, len(answer) // 2, len(answer) - 1} - {0, len(answer)}:
+            twin = len(cases) + len(prompts)
+            target_adversary.ORACLE[twin] = answer[cut:]
+            one = _params(*table[name], twin, True)
+            one.max_tokens -= cut
+            one.extra_args[DRAWS_KEY] = cut
+            prompts.append({"prompt_token_ids": [*ids, *answer[:cut]]})
+            params.append(one)
+            expected.append({"case": [name, cut], "ids": answer[cut:]})
+    outputs = generate(engine, prompts, params)
+    got = [list(output.outputs[0].token_ids) for output in outputs]
+    return [want | {"got": ids} for want, ids in zip(expected, got, strict=True) if want["ids"] != ids]
+
+
+def prompt_ids(engine, cases) -> list[list[int]]:
+    tokenizer = engine.get_tokenizer()
+    return [tokenizer(prompt)["input_ids"] for _, prompt in cases]
 
 
 def seeded_chunks(worker: str) -> dict:

@@ -72,7 +72,7 @@ class ServiceProcess:
             "from dspark_ray.drafter.checkpoint import load_drafter\n"
             "from dspark_ray.drafter.runner import DraftRunner\n"
             "from dspark_ray.drafter.service import DrafterService\n"
-            "from dspark_ray.drafter.wire import fingerprint\n"
+            "from dspark_ray.drafter.fingerprint import fingerprint\n"
             "args = json.loads(sys.argv[1])\n"
             "path, target = Path(args['checkpoint']), Path(args['target'])\n"
             "dtype = getattr(torch, args['dtype'])\n"
@@ -306,6 +306,55 @@ def drafter_lost(checkpoint, max_tokens=96):
     }
 
 
+def drafter_swapped(old, new, steps=12):
+    """Another checkpoint takes over in the middle of answers: worker first, pool later, as in a roll-out."""
+    from dspark_ray.protocol import DrafterRoute, TargetControl
+
+    services = {name: ServiceProcess(Path(folder)) for name, folder in (("old", old), ("new", new))}
+    texts = chat_prompts(6)
+    params = [greedy(120, ignore_eos=True)] * len(texts)
+    plain = make_engine()
+    expected = ids(generate(plain, texts, params))
+    del plain
+    llm = engine_with(old, placement="remote")
+    engine, outputs = llm.llm_engine, {}
+    for number, tokens in enumerate(texts):
+        engine.add_request(str(number), {"prompt_token_ids": tokens}, params[number])
+
+    def use(name):
+        control = TargetControl(drafters=(DrafterRoute(name, services[name].endpoint, 1.0),))
+        llm.collective_rpc("dspark_control", args=(msgspec.msgpack.encode(control),))
+
+    def swap(folder):
+        return llm.collective_rpc("dspark_swap", args=(str(folder),))[0]
+
+    def phase(count):
+        before = stats(llm)
+        for _ in range(count):
+            for output in engine.step():
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        after = stats(llm)
+        mismatched = after["client"]["mismatched"] - before["client"]["mismatched"]
+        return {"rounds": after["shim"]["rounds"] - before["shim"]["rounds"], "mismatched": mismatched}
+
+    result, phases = {}, {}
+    use("old")
+    phases["old"] = phase(steps)
+    result["refused"] = swap(Path(new) / "nowhere")
+    phases["refused"] = phase(2)
+    result["accepted"] = swap(new)
+    use("old")  # the pool still has the old one
+    phases["skewed"] = phase(steps)
+    use("new")
+    phases["new"] = phase(steps)
+    while engine.has_unfinished_requests():
+        phase(1)
+    for service in services.values():
+        service.kill()
+    same = [outputs[str(number)] == tokens for number, tokens in enumerate(expected)]
+    return result | {"same": same, "phases": phases}
+
+
 def storm_of_aborts(checkpoint, count=60):
     """Requests aborted at random moments leave nothing behind: blocks, contexts, drafter slots."""
     import random
@@ -403,7 +452,7 @@ def prefill_offers(checkpoint):
     from vllm import SamplingParams
 
     from dspark_ray.drafter.checkpoint import load_draft_config, load_projection
-    from dspark_ray.drafter.wire import fingerprint
+    from dspark_ray.drafter.fingerprint import fingerprint
     from dspark_ray.target.handoff import HandoffFetcher
 
     checkpoint, texts = Path(checkpoint), chat_prompts(3)

@@ -70,6 +70,21 @@ def test_a_lost_drafter_costs_steps_and_no_text(drafter: Path):
     assert result["accept_len"]["after"] == pytest.approx(result["accept_len"]["before"], rel=0.02)
 
 
+def test_another_drafter_takes_over_in_mid_answer(drafter: Path, random_drafter: Path):
+    """Until worker and pool have the same one, answers decode plainly; a misfit is refused and changes nothing."""
+    result = in_engine_process(
+        "target_drafting:drafter_swapped", old=str(random_drafter), new=str(drafter), timeout_s=500
+    )
+    assert all(result["same"])
+    assert "no folder" in result["refused"]
+    assert result["accepted"] is None
+    phases = result["phases"]
+    assert all(phases[name]["rounds"] > 0 for name in ("old", "refused", "new"))
+    assert [phases[name]["mismatched"] for name in ("old", "refused", "new")] == [0, 0, 0]
+    assert phases["skewed"]["rounds"] == 0 or phases["skewed"]["mismatched"] > 0
+    assert phases["skewed"]["rounds"] < phases["new"]["rounds"]
+
+
 def test_aborted_requests_leave_nothing_behind(drafter: Path):
     """Fault 19."""
     result = in_engine_process("target_drafting:storm_of_aborts", checkpoint=str(drafter), timeout_s=500)

@@ -46,6 +46,7 @@ APP_ARGS = {
         },
     ],
     "ingress": {"graceful_shutdown_timeout_s": 30},
+    "failover": {"silence_s": 20},
 }
 
 

@@ -51,5 +51,6 @@ def test_an_engine_error_keeps_its_status_message_and_field() -> None:
 
 def test_a_stream_ends_with_an_error_event_and_its_sentinel() -> None:
     event, done, rest = error_events(RayActorError()).split("\n\n")
-    assert json.loads(event.removeprefix("data: "))["error"]["type"] == "server_error"
+    error = json.loads(event.removeprefix("data: "))["error"]
+    assert (error["type"], error["retry_after_s"]) == ("server_error", 1.0)
     assert (done, rest) == ("data: [DONE]", "")

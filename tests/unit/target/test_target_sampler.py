@@ -8,11 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from dspark_ray.target.coupled_sampler import CoupledRejectionSampler
 from dspark_ray.target.ratio_mend import expand_batch_to_tokens
+from dspark_ray.target.seeding import advance
 from dspark_ray.target.slot_processors import carried_parameters
 
 VOCAB = 12
@@ -199,3 +201,15 @@ def test_carried_parameters():
     read = carried_parameters({"dspark_logit_bias": [3, -100, 4, 2.5], "dspark_min_p": 0.1}, VOCAB)
     assert read.logit_bias == {3: -100.0, 4: 2.5}
     assert read.min_p == 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("vocab", [32, 49_152])
+def test_a_generator_advanced_by_k_draws_is_where_the_sampler_leaves_it_after_k_tokens(rows: int, vocab: int):
+    sampler = TopKTopPSampler()
+    sampled, advanced = (torch.Generator().manual_seed(5) for _ in range(2))
+    for _ in range(7):
+        sampler(torch.randn(rows, vocab), {rows - 1: sampled}, None, None)
+    assert not torch.equal(sampled.get_state(), advanced.get_state())
+    advance(advanced, 7, vocab)
+    assert torch.equal(sampled.get_state(), advanced.get_state())
