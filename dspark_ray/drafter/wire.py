@@ -11,7 +11,7 @@ import zmq
 import zmq.utils.z85
 from torch import Tensor
 
-from dspark_ray.errors import ProtocolError
+from dspark_ray.errors import ConfigError, ProtocolError
 from dspark_ray.protocol import (
     MAX_FRAME_BYTES,
     DraftProposal,
