@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from dspark_ray.drafter.runner import DraftItem, DraftResult, DraftRunner
-from dspark_ray.drafter.wire import Frames, decode_call, decode_features, encode, secure
+from dspark_ray.drafter.wire import Frames, check_bind, decode_call, decode_features, encode, secure
 from dspark_ray.errors import ProtocolError
 from dspark_ray.protocol import PROTOCOL_VERSION, DraftAnswer, DraftProposal, DraftRequest, Refusal
 
@@ -31,6 +31,8 @@ class ServiceCounters:
     refused: dict[str, int] = field(default_factory=dict)
     overtaken: int = 0
     """Calls answered without drafts because a newer one of the same verifier had arrived."""
+    late: int = 0
+    """Calls whose answer came when their verifier had gone on without it; the overtaken ones are among them."""
     batches: int = 0
     tokens_drafted: int = 0
     missing_context: int = 0
@@ -71,6 +73,9 @@ class DrafterService:
         max_queued_calls: more are answered `busy`.
         slot_lifetime_s: a verifier silent for longer has its slots freed.
         clock: monotonic seconds.
+
+    Raises:
+        ConfigError: `bind` is open to the network and there is no secret.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class DrafterService:
         slot_lifetime_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ):
+        check_bind(bind, secret)
         self._runner = runner
         self._fingerprint = fingerprint
         self._width = width
@@ -233,7 +239,10 @@ class DrafterService:
         result = self._runner.draft(items)
         answers = answers_of(result)
         compute_ms = (time.perf_counter() - started) * 1e3
+        self._receive_all()  # who asks anew already has not waited for these answers
+        gone_on = {call.request.verifier for call in self._queue}
         counters = self.counters
+        counters.late += sum(call.overtaken or call.request.verifier in gone_on for call in batch)
         counters.batches += 1
         counters.compute_ms += (compute_ms - counters.compute_ms) / min(counters.batches, 100)
         counters.tokens_drafted += sum(len(answer.draft_token_ids) for answer in answers)

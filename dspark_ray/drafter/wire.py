@@ -118,10 +118,23 @@ def _keys(secret: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
+def check_bind(endpoint: str, secret: str | None) -> None:
+    """Refuse to listen for draft calls or prompt features on a network without a secret.
+
+    Raises:
+        ConfigError: the endpoint is not on the loopback interface, and there is no secret.
+    """
+    if secret is None and not endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://", "inproc://")):
+        raise ConfigError(
+            f"{endpoint} is open to the network without the deployment's secret: set DSPARK_SECRET (or what "
+            "security.secret_env names) to the same value on every node, or listen on 127.0.0.1"
+        )
+
+
 def secure(socket: "zmq.Socket[Any]", secret: str | None, *, server: bool) -> None:
     """Encrypt a socket so that only holders of the deployment's secret can talk to it. Call before bind.
 
-    Without a secret, connections are open, which is for one machine only.
+    Without a secret connections are open: `check_bind` keeps those off the network.
     """
     if secret is None:
         return

@@ -26,7 +26,7 @@ from dspark_ray.serving.drafter_directory import NAMESPACE, engine_name
 from dspark_ray.serving.live import LiveSettings
 from dspark_ray.serving.model_folders import checkpoint_folder, target_folder
 from dspark_ray.serving.names import LEAST_CPUS
-from dspark_ray.serving.ports import free_port_range
+from dspark_ray.serving.ports import free_port_range, peer_host
 from dspark_ray.serving.telemetry import (
     ReplicaIdentity,
     device_kind,
@@ -235,6 +235,7 @@ class DrafterServer:
             step_time_s=snapshot["compute_ms"] / 1e3,
             tokens_drafted=snapshot["tokens_drafted"],
             draft_calls=snapshot["calls"],
+            deadline_misses=snapshot["late"],
         )
         return sample, ()
 
@@ -248,13 +249,13 @@ def engine_plan(model: ModelConfig, secret_env: str) -> EnginePlan:
     """What the drafter of a model is started with on this node.
 
     Raises:
-        ConfigError: target or drafter is not on this node.
+        ConfigError: target or drafter is not on this node, or there is no secret and the cluster has several.
     """
     drafter = model.drafter
     return EnginePlan(
         checkpoint=str(checkpoint_folder(model)),
         target=str(target_folder(model)),
-        endpoint=f"tcp://{ray.util.get_node_ip_address()}:{free_port_range()}",
+        endpoint=f"tcp://{peer_host(secret_env)}:{free_port_range()}",
         window_tokens=drafter.window_tokens,
         cache_mib=drafter.cache_mib,
         max_batch=max(model.target.max_num_seqs, LEAST_BATCH),

@@ -1,19 +1,21 @@
 """The vLLM engine inside a replica, on Ray Serve LLM's engine class."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
 import uuid
+from collections.abc import AsyncGenerator
 from typing import Any
 
-import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.util.placement_group import PlacementGroup
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,15 +23,17 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
+from dspark_ray.serving import prediction_usage
 from dspark_ray.serving.engine_guard import guard_children
 from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
-from dspark_ray.serving.ports import free_port_range
+from dspark_ray.serving.ports import free_port_range, peer_host
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest, RemotePrefill
 from dspark_ray.serving.replay import emitted_output, emitted_tokens, remaining_request
 from dspark_ray.serving.speculation import carry_refused_parameters
 from dspark_ray.target.handoff import HANDOFF_ENDPOINT_KEY, HANDOFF_KEY
 
 REQUEST_UUID_KEY = "dspark_request_uuid"
+OUTPUT_WAIT_S = 0.1
 SIDE_CHANNEL_PORT_ENV = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
@@ -42,6 +46,13 @@ class DisaggregatedLLM(AsyncLLM):
     """
 
     remote_prefill: RemotePrefill | None = None
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput]:
+        """Generate as vLLM does, and count drafts for the answer's usage."""
+        async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                prediction_usage.observe(output)
+                yield output
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -93,6 +104,25 @@ class DisaggregatedLLM(AsyncLLM):
         self.output_processor.request_states[request.request_id].is_prefilling = True
         await self.engine_core.add_request_async(remaining)
 
+    async def stop_unless_done(self, request_id: str) -> bool:
+        """Abort a request, but if the engine has finished it already, let its last output come.
+
+        vLLM's own `abort` forgets the request here first: of one that has just finished, nobody would learn where its
+        KV waits to be fetched.
+
+        Returns:
+            False when no such request is known.
+        """
+        internal_ids = list(self.output_processor.external_req_ids.get(request_id, ()))
+        if not internal_ids:
+            return False
+        await self.engine_core.abort_requests_async(internal_ids)
+        # Any call will do: it is answered after all that the engine has said until the abort.
+        await self.is_sleeping()
+        await asyncio.sleep(OUTPUT_WAIT_S)
+        await self.abort(request_id)
+        return True
+
     async def _prefill_elsewhere(
         self, request_uuid: str, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
     ) -> PrefillDone | None:
@@ -121,7 +151,7 @@ class DSparkEngine(VLLMEngine):
             os.environ[SIDE_CHANNEL_PORT_ENV] = str(free_port_range(_ports_needed(llm_config)))
         options = llm_config.engine_kwargs.get("additional_config", {}).get("dspark")
         if options is not None:  # only the node itself knows where its sockets are to listen
-            options["handoff_bind"] = f"tcp://{ray.util.get_node_ip_address()}:*"
+            options["handoff_bind"] = f"tcp://{peer_host(options['secret_env'])}:*"
         super().__init__(llm_config)
 
     @property

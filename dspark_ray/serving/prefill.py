@@ -23,6 +23,7 @@ from dspark_ray.serving.remote_prefill import (
     PrefillEvent,
     PrefillRefused,
     PrefillRequest,
+    PrefillStopped,
 )
 from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.telemetry import device_kind, process_stats
@@ -65,7 +66,8 @@ class PrefillServer(PDPrefillServer):
         """Compute the KV of one prompt.
 
         Yields:
-            `PrefillAccepted` at once, then `PrefillDone` when the KV can be fetched, or `PrefillRefused`.
+            `PrefillAccepted` at once, then `PrefillDone` when the KV can be fetched, `PrefillRefused`, or after
+            `stop` perhaps `PrefillStopped`.
         """
         yield PrefillAccepted()
         params = SamplingParams(
@@ -84,18 +86,28 @@ class PrefillServer(PDPrefillServer):
         )
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
         outputs = self.engine.client.generate(
-            prompt, params, f"prefill-{request.request_uuid}", priority=request.priority
+            prompt, params, _engine_id(request.request_uuid), priority=request.priority
         )
         try:
             async for output in outputs:
                 if output.finished and output.kv_transfer_params:
                     yield PrefillDone(output.kv_transfer_params, self._feature_endpoint)
+                elif output.finished:
+                    yield PrefillStopped()
         except (ValueError, VLLMClientError):
             yield PrefillRefused()
+
+    async def stop(self, request_uuid: str) -> bool:
+        """Stop working on a prompt, whose `prefill` then ends; false when it is not in work here."""
+        return await self.engine.client.stop_unless_done(_engine_id(request_uuid))
 
     async def stats(self) -> dict[str, Any]:
         """This replica's counters."""
         return {**process_stats(), **self.engine.counters.snapshot(), "workers": self._report.worker}
+
+
+def _engine_id(request_uuid: str) -> str:
+    return f"prefill-{request_uuid}"
 
 
 class DataParallelPrefillServer(PrefillServer, DPServer):

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 ABANDONED_WAIT_S = 0.5
+"""How long an answer that is under way may take after its client has left."""
+STOPPED_WAIT_S = 5.0
+"""How long a replica that has been told to stop may take to say how far it had come."""
 
 TransferParams = dict[str, Any]
 """What the verifier's engine needs to fetch the KV: NIXL's address of the blocks in the prefill engine."""
@@ -44,6 +47,11 @@ class PrefillRefused:
 
 
 @dataclass(frozen=True)
+class PrefillStopped:
+    """The prompt was abandoned before its KV was ready: nothing is left of it in the prefill engine."""
+
+
+@dataclass(frozen=True)
 class PrefillDone:
     """The prompt's KV lies ready in the prefill engine until it is fetched, given up, or its lease ends."""
 
@@ -52,11 +60,13 @@ class PrefillDone:
     """Where the prompt's context features can be fetched under the request's uuid; None without a drafter."""
 
 
-PrefillEvent = PrefillAccepted | PrefillRefused | PrefillDone
+PrefillEvent = PrefillAccepted | PrefillRefused | PrefillStopped | PrefillDone
 Ask = Callable[[PrefillRequest], AsyncGenerator[PrefillEvent]]
 """Sends a request to some prefill replica. Closing the iterator early cancels the work there."""
 GiveUp = Callable[[str, TransferParams], Awaitable[None]]
 """Tells the prefill engine that nobody will fetch these blocks."""
+Stop = Callable[[str], Awaitable[bool]]
+"""Has the replica that works on a prompt stop and end its answer; false when none works on it."""
 
 
 class RemotePrefill:
@@ -65,6 +75,7 @@ class RemotePrefill:
     Args:
         ask: sends one request.
         give_up: frees blocks that will not be fetched.
+        stop: ends work that nobody waits for any more.
         queue_wait_s: longest wait for a replica to take the prompt.
         deadline_s: longest wait for the replica's work after that.
         clock: monotonic seconds.
@@ -74,12 +85,14 @@ class RemotePrefill:
         self,
         ask: Ask,
         give_up: GiveUp,
+        stop: Stop,
         queue_wait_s: float,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._ask = ask
         self._give_up = give_up
+        self._stop = stop
         self._queue_wait_s = queue_wait_s
         self._deadline_s = deadline_s
         self._clock = clock
@@ -89,7 +102,7 @@ class RemotePrefill:
         self.waiting = 0
         """Requests that wait for their prefill now."""
         self.outcomes: Counter[str] = Counter()
-        """How often each of done, refused, paused, late, failed and abandoned came out."""
+        """How often each of done, refused, stopped, paused, late, failed and abandoned came out."""
 
     async def run(self, request: PrefillRequest) -> PrefillDone | None:
         """Have the prompt prefilled elsewhere.
@@ -128,6 +141,9 @@ class RemotePrefill:
                     if isinstance(event, PrefillRefused):
                         self._works("refused")
                         return None
+                    if isinstance(event, PrefillStopped):
+                        self._works("stopped")
+                        return None
                     accepted = True
                     timer.reschedule(asyncio.get_running_loop().time() + self._deadline_s)
             raise RuntimeError("the prefill replica ended without a result")
@@ -158,16 +174,27 @@ class RemotePrefill:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _abandon(self, request: PrefillRequest, task: asyncio.Task[PrefillDone | None]) -> None:
-        """The client is gone: free the blocks if they come soon, else cancel the work."""
+        """The client is gone: have the work stop, and free the blocks if it was done already.
+
+        The replica is told instead of its call being cancelled: a cancelled call would not say that the blocks have
+        just become ready, and they would be held until their lease ends.
+        """
         self.outcomes["abandoned"] += 1
         try:
-            prefilled = await asyncio.wait_for(task, ABANDONED_WAIT_S)
-        except TimeoutError:
-            return
-        if prefilled is not None:
+            told = not task.done() and await self._stop(request.request_uuid)
+        except Exception:
+            logger.warning(
+                "request %s: its prefill could not be stopped", request.request_uuid, exc_info=True
+            )
+            told = False
+        await asyncio.wait({task}, timeout=STOPPED_WAIT_S if told else ABANDONED_WAIT_S)
+        if not task.done():
+            task.cancel()  # queued still, or dead
+        elif (prefilled := task.result()) is not None:
             await self._give_up(request.request_uuid, prefilled.transfer)
 
     def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+        # In an empty context, too, so that its calls outlive the request.
+        task = asyncio.create_task(work, context=contextvars.Context())
         self._background.add(task)
         task.add_done_callback(self._background.discard)

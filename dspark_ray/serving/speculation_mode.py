@@ -4,6 +4,7 @@ Reaches every verifier replica of a model through Serve's handle, so whoever may
 nobody over HTTP. A replica that starts later begins with the configuration.
 """
 
+import logging
 from typing import Any
 
 import click
@@ -66,7 +67,11 @@ def mode_command(model: str, mode: str, tau: float | None, verify_len: int | Non
     MODE is a scheduling mode, "off" for plain decoding, or "configured" to take everything back. Connects to the Ray
     cluster as any driver does (RAY_ADDRESS, RAY_AUTH_TOKEN). Replicas that start later begin with the configuration.
     """
-    ray.init(address="auto", log_to_driver=False, logging_level="warning")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster found, set RAY_ADDRESS: {error}") from None
     try:
         wanted: Any = None if mode == "configured" else mode
         setting = SpeculationSetting(mode=wanted, tau=tau, fixed_len=verify_len)

@@ -27,6 +27,7 @@ from dspark_ray.serving.engine_watch import watch_engine
 from dspark_ray.serving.failover import HEARTBEATS_PER_SILENCE, Accepted
 from dspark_ray.serving.live import LiveSettings, reconfigure_engine
 from dspark_ray.serving.openai_errors import ERROR_EVENT
+from dspark_ray.serving.prediction_usage import PredictionTally
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
 from dspark_ray.serving.speculation import drafts_in_shim
 from dspark_ray.serving.streams import coalesce, with_heartbeats
@@ -34,6 +35,7 @@ from dspark_ray.serving.telemetry import device_kind, process_stats
 from dspark_ray.sources import resolve_source
 
 STREAM_INTERVAL_S = 0.02
+STOP_TIMEOUT_S = 5.0
 
 
 class VerifierServer(PDDecodeServer):
@@ -78,6 +80,7 @@ class VerifierServer(PDDecodeServer):
         self._remote_prefill = RemotePrefill(
             self._ask_prefill,
             client.notify_kv_transfer_request_rejected,
+            self._stop_prefill,
             queue_wait_s=model.prefill.queue_wait_s,
             deadline_s=model.prefill.deadline_s,
         )
@@ -113,6 +116,11 @@ class VerifierServer(PDDecodeServer):
         finally:
             response.cancel()
 
+    async def _stop_prefill(self, request_uuid: str) -> bool:
+        answers = self._prefill_handle.broadcast("stop", request_uuid)
+        found = await answers.results_async(timeout_s=STOP_TIMEOUT_S, return_exceptions=True)
+        return any(one is True for one in found)
+
     async def _pd_handle_request(
         self, request: Any, raw_request_info: RawRequestInfo | None = None
     ) -> AsyncGenerator[Any]:
@@ -125,6 +133,7 @@ class VerifierServer(PDDecodeServer):
         method = "chat" if isinstance(request, ChatCompletionRequest) else "completions"
         answer = await self._run_request(request, engine_method=method, raw_request_info=raw_request_info)
         answer = self._raise_if_engine_died(answer)
+        answer = PredictionTally().filled_in(answer)
         if request.stream:
             answer = coalesce(answer, STREAM_INTERVAL_S)
         async with contextlib.aclosing(with_heartbeats(answer, self._heartbeat_s)) as parts:

@@ -16,6 +16,7 @@ import zmq
 from torch import Tensor
 
 from dspark_ray.drafter.wire import (
+    check_bind,
     decode_features,
     decode_fetch,
     decode_run,
@@ -95,9 +96,14 @@ class HandoffStore:
 
 
 class HandoffServer:
-    """Answers fetches from a background thread of the prefill worker."""
+    """Answers fetches from a background thread of the prefill worker.
+
+    Raises:
+        ConfigError: `bind` is open to the network and there is no secret.
+    """
 
     def __init__(self, store: HandoffStore, *, bind: str, fingerprint: str, width: int, secret: str | None):
+        check_bind(bind, secret)
         self._store = store
         self._fingerprint = fingerprint
         self._width = width

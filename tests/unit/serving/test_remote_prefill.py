@@ -1,6 +1,7 @@
 """A verifier waits a bounded time for a prefill and loses nothing by it."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -11,6 +12,7 @@ from dspark_ray.serving.remote_prefill import (
     PrefillDone,
     PrefillRefused,
     PrefillRequest,
+    PrefillStopped,
     RemotePrefill,
 )
 
@@ -25,6 +27,7 @@ class Replica:
     def __init__(self, queue_s: float = 0.0, work_s: float = 0.0, fails: bool = False, refuses: bool = False):
         self.queue_s, self.work_s, self.fails, self.refuses = queue_s, work_s, fails, refuses
         self.calls = self.cancelled = 0
+        self.told, self.stops = asyncio.Event(), True
         self.given_up: list[tuple[str, dict]] = []
 
     async def ask(self, _: PrefillRequest) -> AsyncGenerator:
@@ -32,13 +35,22 @@ class Replica:
         try:
             await asyncio.sleep(self.queue_s)
             yield PrefillAccepted()
-            await asyncio.sleep(self.work_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.told.wait(), self.work_s)
+                yield PrefillStopped()
+                return
             if self.fails:
                 raise ConnectionError("replica died")
             yield PrefillRefused() if self.refuses else DONE
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def stop(self, request_uuid: str) -> bool:
+        assert request_uuid == "uuid"
+        if self.stops:
+            self.told.set()
+        return self.stops
 
     async def give_up(self, request_uuid: str, transfer: dict) -> None:
         self.given_up.append((request_uuid, transfer))
@@ -52,7 +64,7 @@ class Clock:
 
 
 def remote(replica: Replica, clock: Clock | None = None) -> RemotePrefill:
-    return RemotePrefill(replica.ask, replica.give_up, 0.05, 0.3, clock or Clock())
+    return RemotePrefill(replica.ask, replica.give_up, replica.stop, 0.05, 0.3, clock or Clock())
 
 
 async def test_work_may_take_longer_than_the_queue() -> None:
@@ -101,16 +113,50 @@ async def leave(prefill: RemotePrefill, after_s: float) -> None:
 
 
 async def test_blocks_that_come_after_the_client_left_are_given_up() -> None:
+    """It had finished when it was told to stop, or it had not been found."""
     replica = Replica(work_s=0.1)
-    await leave(remote(replica), 0.05)
+    replica.stops = False
+    prefill = remote(replica)
+    await leave(prefill, 0.05)
     assert not replica.given_up
     await asyncio.sleep(0.2)
     assert replica.given_up == [("uuid", TRANSFER)]
+    assert replica.cancelled == 0
 
 
-async def test_work_that_would_take_long_is_cancelled_when_the_client_left(monkeypatch) -> None:
+async def test_blocks_that_have_come_when_the_client_leaves_are_given_up() -> None:
+    """The event is there, the task done, and the cancellation comes before anybody has looked."""
+    replica = Replica()
+    prefill = remote(replica)
+    task = asyncio.create_task(prefill.run(REQUEST))
+    while not prefill.outcomes["done"]:  # noqa: ASYNC110 - a turn of the loop at a time
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.01)
+    assert replica.given_up == [("uuid", TRANSFER)]
+
+
+async def test_work_is_stopped_not_cancelled_when_the_client_left() -> None:
+    """Cancelled, it could not say that it had just finished."""
+    replica = Replica(work_s=0.25)
+    prefill = remote(replica)
+    await leave(prefill, 0.02)
+    await asyncio.sleep(0.02)
+    assert replica.told.is_set()
+    assert replica.cancelled == 0
+    assert not replica.given_up
+    assert (prefill.outcomes["abandoned"], prefill.outcomes["stopped"]) == (1, 1)
+    assert await prefill.run(REQUEST) is None, "told again, it stops again"
+    replica.told.clear()
+    assert await remote(replica).run(REQUEST) == DONE, "no pause"
+
+
+async def test_work_that_does_not_stop_is_cancelled(monkeypatch) -> None:
     monkeypatch.setattr(remote_prefill, "ABANDONED_WAIT_S", 0.05)
     replica = Replica(work_s=0.25)
+    replica.stops = False
     await leave(remote(replica), 0.05)
     await asyncio.sleep(0.1)
     assert replica.cancelled == 1

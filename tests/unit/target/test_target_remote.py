@@ -10,10 +10,11 @@ from tiny_drafter import BLOCK, VOCAB, WIDTH, tiny_model, tiny_runner
 
 from dspark_ray.drafter.runner import DraftItem
 from dspark_ray.drafter.service import DrafterService, answers_of
-from dspark_ray.drafter.wire import check_proposal, decode_call, decode_features, encode
-from dspark_ray.errors import ProtocolError
+from dspark_ray.drafter.wire import check_bind, check_proposal, decode_call, decode_features, encode
+from dspark_ray.errors import ConfigError, ProtocolError
 from dspark_ray.protocol import DraftAnswer, DraftEntry, DrafterRoute, DraftProposal, DraftRequest
 from dspark_ray.target.drafter_client import DraftQuestion
+from dspark_ray.target.handoff import HandoffServer, HandoffStore
 from dspark_ray.target.remote_drafter import RemoteDrafters
 
 MODEL = tiny_model()
@@ -198,8 +199,30 @@ def test_a_call_that_a_newer_one_has_overtaken_only_feeds_its_context():
         blocker.join()
         busy.slow.delay_s = 0.0
         assert _soon(lambda: busy.counters.queued == 0 and busy.counters.overtaken == 1)
+        assert busy.counters.late == 1
         (answer,) = until_answered(pool, [question("r", 1, base_position=7, fresh=False)])
         assert answer.missing_from is None
+
+
+def test_an_answer_that_its_verifier_has_gone_on_without_is_counted():
+    with service() as busy, client(busy, deadline_ms=100.0) as pool:
+        until_answered(pool, [question("r", 5)])
+        late = busy.counters.late
+        busy.slow.delay_s = 0.4
+        assert pool.draft([question("r", 1, base_position=5, fresh=False)], []) == [None]
+        assert pool.draft([question("r", 1, base_position=6, fresh=False)], []) == [None]
+        assert _soon(lambda: busy.counters.late == late + 1)
+        assert busy.counters.overtaken == 0
+
+
+@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:*", "tcp://*:*", "tcp://10.1.2.3:5555"])
+def test_without_a_secret_nobody_listens_on_the_network(bind: str):
+    with pytest.raises(ConfigError, match="set DSPARK_SECRET"):
+        DrafterService(None, fingerprint="pair", width=WIDTH, max_batch=8, bind=bind)
+    with pytest.raises(ConfigError, match="set DSPARK_SECRET"):
+        HandoffServer(HandoffStore(1 << 20, 60.0), bind=bind, fingerprint="pair", width=WIDTH, secret=None)
+    check_bind("tcp://127.0.0.1:*", None)
+    check_bind(bind, SECRET)
 
 
 def test_a_full_queue_says_busy_at_once():
