@@ -7,6 +7,7 @@ Takes one JSON command a line on stdin and answers with one JSON line on the des
 start. Everything that Ray prints goes to stderr. Ends, with its cluster, when stdin closes.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -69,12 +70,15 @@ def deploy(args: dict[str, Any], deployments: list[dict[str, Any]]) -> None:
 
 
 def run(serve: Any, command: dict[str, Any]) -> Any:
-    """Carry out one command: ``call`` a replica, tell its ``states``, or run a ``drill`` in this process."""
+    """Carry out a command: ``call`` one replica or ``call_all``, tell ``states``, run a ``drill`` in this process."""
     args = command.get("args", ())
     match command["do"]:
         case "call":
             handle = serve.get_deployment_handle(command["deployment"], APP_NAME)
             return getattr(handle, command["method"]).remote(*args).result(timeout_s=RESULT_TIMEOUT_S)
+        case "call_all":
+            answers = _broadcaster(serve, command["deployment"]).broadcast(command["method"], *args)
+            return answers.results(timeout_s=RESULT_TIMEOUT_S)
         case "states":
             deployments = serve.status().applications[APP_NAME].deployments
             return {name: dict(deployment.replica_states) for name, deployment in deployments.items()}
@@ -87,6 +91,12 @@ def run(serve: Any, command: dict[str, Any]) -> Any:
             spec.loader.exec_module(drills)
             return getattr(drills, command["function"])(APP_NAME, *args)
     raise ValueError(command)
+
+
+@functools.cache
+def _broadcaster(serve: Any, deployment: str) -> Any:
+    """A handle that is kept: a new one first has to learn which replicas there are."""
+    return serve.get_deployment_handle(deployment, APP_NAME)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,18 @@ class RunningApp:
         """Deploy a changed configuration as ``serve deploy`` does; only for an app that was started declaratively."""
         self._command({"do": "deploy", "args": [args, list(deployments)]})
 
+    def speculate(self, mode: str | None = None, model: str = "smollm2", **setting: Any) -> Any:
+        """Set how the model's verifiers speculate: a mode, "off", or None for what is configured."""
+        drills = REPO / "tests" / "serve" / "drills.py"
+        return self.drill(drills, "speculate", model, {"mode": mode, **setting})
+
     def stats(self, deployment: str) -> dict[str, Any]:
         """Counters of one replica."""
         return self.call(deployment, "stats")
+
+    def all_stats(self, deployment: str) -> list[dict[str, Any]]:
+        """Counters of every replica that runs."""
+        return self._command({"do": "call_all", "deployment": deployment, "method": "stats"})
 
     def kill_replica(self, deployment: str) -> None:
         """End one replica's process as the kernel's out-of-memory killer would."""
@@ -117,6 +126,8 @@ def running_app(
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would kill replicas when other programs take the memory of the machine.
         "RAY_memory_monitor_refresh_ms": "0",
+        # And would start them behind everything else on it.
+        "RAY_worker_niceness": "0",
         RUN_MARK: folder.name,
         **environ,
     }

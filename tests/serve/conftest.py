@@ -1,18 +1,17 @@
 """The application that the tests of this folder share, and what vLLM alone says to the same prompts."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving_harness import RunningApp, running_app
+from offline_reference import answers
+from serving_harness import REPO, RunningApp, running_app
 
 PROMPTS = 20
 MAX_TOKENS = 64
 DATA = Path(__file__).resolve().parent.parent / "data" / "eval_slice.jsonl"
+DRAFTER = REPO / "deployments" / "drafters" / "smollm2-135m"
 
 APP_ARGS = {
     "models": [
@@ -58,6 +57,14 @@ def app(demo_model: Path) -> Iterator[RunningApp]:
 
 
 @pytest.fixture(scope="session")
+def drafting_app(demo_model: Path) -> Iterator[RunningApp]:
+    """The first model with two drafters."""
+    drafter = {"placement": "remote", "source": str(DRAFTER), "replicas": 2}
+    with running_app({"models": [APP_ARGS["models"][0] | {"drafter": drafter}]}) as app:
+        yield app
+
+
+@pytest.fixture(scope="session")
 def prompts() -> list[str]:
     """Some of each set: 20 in all."""
     lines = [json.loads(line)["prompt"] for line in DATA.read_text().splitlines()]
@@ -67,24 +74,5 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="session")
 def offline_texts(demo_model: Path, prompts: list[str]) -> list[str]:
     """Greedy fp32 answers of vLLM, without Serve, disaggregation or any of our classes."""
-    script = Path(__file__).with_name("offline_reference.py")
-    env = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its worker ends with it, whatever ends it
-        "KMP_BLOCKTIME": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
-    }
-    done = subprocess.run(
-        [sys.executable, str(script), str(demo_model), str(MAX_TOKENS)],
-        input="\n".join(json.dumps(prompt) for prompt in prompts),
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    texts: list[str] = json.loads(done.stdout)
-    return texts
+    requests = [{"prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS} for prompt in prompts]
+    return [answer["text"] for answer in answers(demo_model, "float32", requests)]

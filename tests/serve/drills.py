@@ -1,14 +1,19 @@
 """What only a process inside the Ray cluster can do; run there by `RunningApp.drill`."""
 
+import asyncio
 import os
 import signal
 import time
 from typing import Any
 
+import ray
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 
+from dspark_ray.protocol import SpeculationSetting
+from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest
+from dspark_ray.serving.speculation_mode import set_speculation
 
 
 def prefill_dies_before_its_kv_is_fetched(app: str, model: str) -> dict[str, Any]:
@@ -36,3 +41,19 @@ def prefill_dies_before_its_kv_is_fetched(app: str, model: str) -> dict[str, Any
 def begin_to_delete(app: str) -> None:
     """Have Serve stop the application; its replicas drain."""
     serve.delete(app, _blocking=False)
+
+
+def speculate(app: str, model: str, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Set how the verifiers of a model speculate."""
+    return set_speculation(model, SpeculationSetting(**setting), app=app)
+
+
+def drafters_listed(app: str, model: str) -> list[tuple[str, str, float]]:
+    """What the directory of a verifier that has just started would list."""
+    directory = DrafterDirectory(app, model)
+    return [(route.replica, route.endpoint, route.weight) for route in asyncio.run(directory.routes())]
+
+
+def ray_address(app: str) -> str:
+    """Where other drivers find this cluster."""
+    return ray.get_runtime_context().gcs_address
