@@ -171,7 +171,12 @@ def _generation(name: str, operation_id: str) -> dict[str, Any]:
     body = {"application/json": {"schema": {"$ref": f"{REF}{name}Request"}}}
     operation = _operation(operation_id, {"$ref": f"{REF}{name}Response"})
     operation["requestBody"] = {"required": True, "content": body}
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    event = {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "description": "A chunk in JSON; [DONE] at the end."}},
+    }
+    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     return operation
 
 

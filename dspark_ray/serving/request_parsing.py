@@ -76,9 +76,15 @@ def parse_request(raw: bytes, kind: type) -> Any:
         _finite(getattr(body, name, None), name)
     for value in (body.logit_bias or {}).values():
         _finite(value, "logit_bias")
-    if isinstance(body, ChatCompletionRequest):
-        body = _sanitize_chat_completion_request(body)
-    return body
+    return _with_plain_messages(body) if isinstance(body, ChatCompletionRequest) else body
+
+
+def _with_plain_messages(body: ChatCompletionRequest) -> ChatCompletionRequest:
+    """The request with lists where pydantic left lazy iterators, whose parts are only validated now."""
+    try:
+        return _sanitize_chat_completion_request(body)
+    except ValueError as error:
+        raise RequestError(str(error), param="messages") from None
 
 
 def _validated(fields: dict[str, Any], kind: type) -> Any:

@@ -34,6 +34,18 @@ class Speaker:
             await asyncio.sleep(0.05)
         yield "data: [DONE]\n\n"
 
+    async def completions(self, body: Any, raw_request_info: Any) -> AsyncGenerator[Any]:
+        from ray.serve.llm.openai_api_models import CompletionResponse
+
+        choice = {"index": 0, "text": "hello", "finish_reason": "stop"}
+        if body.stream:
+            chunk = {"id": "1", "object": "text_completion", "created": 0, "model": body.model}
+            yield f"data: {json.dumps({**chunk, 'choices': [choice]})}\n\n"
+            yield "data: [DONE]\n\n"
+            return
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        yield CompletionResponse(model=body.model, choices=[choice], usage=usage)
+
 
 def main(args_file: str, port: int, temp_dir: str, reply: Callable[[str], None]) -> None:
     import ray

@@ -56,6 +56,13 @@ def app(demo_model: Path) -> Iterator[RunningApp]:
         yield app
 
 
+@pytest.fixture
+def bounded_app(demo_model: Path) -> Iterator[RunningApp]:
+    """The same two models, whose answers end after four tokens."""
+    with running_app(APP_ARGS | {"security": {"max_output_tokens": 4}}) as app:
+        yield app
+
+
 @pytest.fixture(scope="session")
 def drafting_app(demo_model: Path) -> Iterator[RunningApp]:
     """The first model with two drafters."""

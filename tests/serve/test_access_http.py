@@ -11,6 +11,8 @@ import httpx
 import openai
 import pytest
 import yaml
+from clients import langchain_says
+from openapi_examples import play
 from serving_harness import running_app
 
 ENV_KEY, SMALL_KEY, SLOW_KEY = (
@@ -82,6 +84,26 @@ def test_curl_streams(url):
     )
     assert done.stdout.count("hello") == 2
     assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+def test_langchain_and_the_openapi_document_with_a_key(url):
+    whole, streamed = langchain_says(f"{url}/v1", SMALL_KEY, "small")
+    assert (whole.content, streamed.content) == ("hello, at most 6", "hello " * 6)
+    with pytest.raises(openai.AuthenticationError):
+        langchain_says(f"{url}/v1", "sk-wrong-0123456789abcdef", "small")
+    refused = httpx.get(f"{url}/openapi.json", timeout=60)
+    assert refused.status_code == 401
+    for key, models in ((SMALL_KEY, ["small"]), (ENV_KEY, ["small", "large"])):
+        headers = {"Authorization": f"Bearer {key}"}
+        document = httpx.get(f"{url}/openapi.json", headers=headers, timeout=60).json()
+        request = document["components"]["schemas"]["ChatCompletionRequest"]
+        assert request["properties"]["model"]["enum"] == models
+        assert request["properties"]["max_completion_tokens"]["anyOf"][0]["maximum"] == 500
+
+
+def test_a_hundred_examples_of_the_openapi_document(url):
+    statuses = play(url, 1, ENV_KEY)
+    assert min(statuses[200], statuses[400]) > 10, statuses
 
 
 def test_a_key_is_held_to_its_models_and_the_bounds(url):

@@ -106,3 +106,9 @@ def test_the_default_length_of_a_completion_is_no_request_beyond_the_bound(bound
     body = parse_request(json.dumps(VALID[CompletionRequest]).encode(), CompletionRequest)
     check_request(body, SOMEBODY, security)
     assert body.max_tokens == expected
+
+
+@pytest.mark.parametrize("content", [[None], [1], [[]]])
+def test_parts_of_a_message_that_are_none_are_the_clients_fault(content):
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    assert judge(json.dumps(body).encode(), ChatCompletionRequest) == 400
