@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model at one moment; over several verifiers tau is the highest, lengths are means of the busy ones."""
+    """One model at one moment; over several verifiers tau is the highest, lengths are means of those that speak."""
 
     seconds: float
     streams: int
@@ -74,7 +74,7 @@ class Row:
 def row_of(model: ModelView, seconds: float, streams: int) -> Row:
     """A model's row out of what the watcher saw."""
     verifiers = [r for r in model.replicas if r.role == "verifier"]
-    speculating = [r for r in verifiers if r.accept_len > 0]
+    speaking = [r for r in verifiers if r.tokens_per_s > 0]
 
     def mean(name: str, of: Sequence[Any]) -> float:
         return sum(getattr(r, name) for r in of) / len(of) if of else 0.0
@@ -89,8 +89,8 @@ def row_of(model: ModelView, seconds: float, streams: int) -> Row:
         load=max((r.load or 0.0 for r in verifiers), default=0.0),
         tau=max((r.tau for r in verifiers), default=0.0),
         local=sum(r.tau_source == "local" for r in verifiers),
-        verify_len=mean("verify_len", speculating),
-        accept_len=mean("accept_len", speculating),
+        verify_len=mean("verify_len", speaking),
+        accept_len=mean("accept_len", speaking),
         running=sum(r.running for r in verifiers),
         waiting=sum(r.waiting for r in verifiers),
         kv_share=mean("kv_share", verifiers),
@@ -213,7 +213,7 @@ def summary(rows: Sequence[Row], steps: Sequence[Step], model: str) -> list[str]
                 lines.append(
                     f"{name}, {step.streams if name == model else 0} streams for {step.seconds:g} s: tau "
                     f"{first:.2f}, within 1 s {soon:.2f}, highest {highest:.2f}, at the end {last.tau:.2f}; "
-                    f"verify length {_mean([r.verify_len for r in of_step if r.accept_len > 0]):.2f}; "
+                    f"verify length {_mean([r.verify_len for r in of_step if r.tokens_per_s > 0]):.2f}; "
                     f"verifiers {max(r.verifiers for r in of_step)}, drafters "
                     f"{max(r.drafters for r in of_step)} at most, {last.verifiers} and {last.drafters} at the end"
                 )

@@ -21,7 +21,7 @@ class Rates:
     accept_len: float = 0.0
     """Mean committed tokens a round, bonus token included."""
     verify_len: float = 0.0
-    """Mean verified drafts a round."""
+    """Mean verified drafts per request and step, steps without any included: 0 where nothing is verified."""
     waste: float = 0.0
     """Rejected over verified drafts."""
     miss_share: float = 0.0
@@ -37,12 +37,15 @@ class Rates:
             return IDLE
         rounds = after.rounds - before.rounds
         verified = after.tokens_verified - before.tokens_verified
+        accepted = after.tokens_accepted - before.tokens_accepted
+        committed = after.tokens_committed - before.tokens_committed
+        own = committed - accepted  # the target's own tokens: one for each request and step
         calls = after.draft_calls - before.draft_calls
         return cls(
             seconds,
-            (after.tokens_committed - before.tokens_committed) / seconds,
-            1.0 + (after.tokens_accepted - before.tokens_accepted) / rounds if rounds > 0 else 0.0,
-            verified / rounds if rounds > 0 else 0.0,
+            committed / seconds,
+            1.0 + accepted / rounds if rounds > 0 else 0.0,
+            verified / own if own > 0 else 0.0,
             (after.tokens_wasted - before.tokens_wasted) / verified if verified > 0 else 0.0,
             (after.deadline_misses - before.deadline_misses) / calls if calls > 0 else 0.0,
             calls / seconds,

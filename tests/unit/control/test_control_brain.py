@@ -42,6 +42,9 @@ def test_rates_over_the_window_and_after_a_restart() -> None:
     assert rates.tokens_per_s == pytest.approx(200.0)
     assert (rates.accept_len, rates.verify_len, rates.waste) == pytest.approx((4.0, 4.0, 0.25))
     assert rates.miss_share == pytest.approx(0.1)
+    late = verifier(sequence=9, rounds=1, tokens_verified=5, tokens_accepted=0, tokens_committed=10)
+    seldom = Rates.between(verifier(), late)
+    assert seldom.verify_len == 0.5, "one full round among ten steps is no verify length of 5"
     book.observe([verifier(sequence=1, uptime_s=0.1)], 8.0)
     assert book.members["v0"].rates().tokens_per_s == 0.0, "counters that start anew give no negative rate"
     assert Rates.between(verifier(), verifier()) == Rates()
