@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from serving_harness import REPO, RunningApp, running_app, wait_until
-from test_takeover import answers_outlive_a_kill
+from test_lost_verifier import answers_outlive_a_kill
 
 DRAFTER = REPO / "deployments" / "drafters" / "smollm2-135m"
 DRIVER = REPO / "tests" / "serving_driver.py"
