@@ -81,6 +81,7 @@ def whole_answer(app: RunningApp) -> dict[str, Any]:
     return {"texts": [choice["text"] for choice in answer.json()["choices"]], "usage": answer.json()["usage"]}
 
 
+@pytest.mark.slow  # waits for Serve to start another replica
 @pytest.mark.timeout(900)
 def test_a_killed_engine_ends_no_answer_that_can_be_continued(app: RunningApp) -> None:
     answers_outlive_a_kill(app)
