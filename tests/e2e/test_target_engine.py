@@ -70,6 +70,7 @@ def test_a_lost_drafter_costs_steps_and_no_text(drafter: Path):
     assert result["accept_len"]["after"] == pytest.approx(result["accept_len"]["before"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_another_drafter_takes_over_in_mid_answer(drafter: Path, random_drafter: Path):
     """Until worker and pool have the same one, answers decode plainly; a misfit is refused and changes nothing."""
     result = in_engine_process(
