@@ -443,7 +443,7 @@ def _fields_named(where: str) -> Iterator[None]:
         raise ConfigError(_explain(error, prefix)) from None
 
 
-def _explain(error: ValidationError, prefix: str = "") -> str:
+def _explain(error: ValidationError, prefix: str) -> str:
     """Every offending field with what is wrong, and for an unknown one the known name that is most like it."""
     faults = error.errors()
     lines = []
@@ -508,7 +508,5 @@ def _check_sizer(policy: Any, config: AppConfig) -> None:
             f"autoscaling_policy.policy_kwargs.key_prefix: {prefix!r} is not args.telemetry.key_prefix "
             f"({config.telemetry.key_prefix!r}): the policy would ask another deployment's scheduler"
         )
-    try:
+    with _fields_named("autoscaling_policy.policy_kwargs"):
         AutoscalingTargets.model_validate(targets)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, "autoscaling_policy.policy_kwargs.")) from None

@@ -1,6 +1,7 @@
 """A paired run: all arms meet each load in turns, several times over, so that a busy machine is busy for all."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -76,14 +77,12 @@ class PairedRun:
             self._engine.offer(arm, settle, first=-1 - first - at_once, seed=0, max_tokens=SETTLE_TOKENS)
         )
         seed = self._seed + number
-        if watched is None:
-            turn = asyncio.run(self._engine.offer(arm, offer, first=first, seed=seed))
-            return turn_record(
-                arm.name, offer.label, number, turn, counts=None, load_average=os.getloadavg()[0]
-            )
-        with Watch(watched, arm.model) as watch:
+        watch = Watch(watched, arm.model) if watched is not None else None
+        with watch or contextlib.nullcontext():
             turn = asyncio.run(self._engine.offer(arm, offer, first=first, seed=seed))
         return turn_record(
             arm.name, offer.label, number, turn,
-            counts=watch.counts, step_table=watch.step_table, load_average=os.getloadavg()[0],
+            counts=watch.counts if watch else None,
+            step_table=watch.step_table if watch else ([], []),
+            load_average=os.getloadavg()[0],
         )  # fmt: skip

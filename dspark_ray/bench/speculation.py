@@ -144,19 +144,12 @@ class Deployment:
 
     def snapshot(self, model: str) -> list[Counters]:
         """Counters of all verifiers of a model, always in the same order."""
+        from dspark_ray.serving.speculation_mode import verifier_handle
+
         if model not in self._handles:
-            self._handles[model] = self._handle(model)
+            self._handles[model] = verifier_handle(model)
         snapshots: list[Counters] = self._handles[model].broadcast("stats").results(timeout_s=REPLY_TIMEOUT_S)
         return sorted(snapshots, key=lambda snapshot: int(snapshot["pid"]))
-
-    def _handle(self, model: str) -> Any:
-        from ray import serve
-
-        from dspark_ray.serving.names import VERIFIER_PREFIX, deployment_suffix
-
-        name = VERIFIER_PREFIX + deployment_suffix(model)
-        app = next(app for app, status in serve.status().applications.items() if name in status.deployments)
-        return serve.get_deployment_handle(name, app)
 
 
 class Watch:

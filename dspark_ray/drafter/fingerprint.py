@@ -56,13 +56,12 @@ def _samples(data: BinaryIO, file: Path) -> list[bytes]:
     length = int.from_bytes(data.read(8), "little")
     header = data.read(min(length, HEADER_LIMIT_BYTES))
     try:
-        tensors = json.loads(header)
-        offsets = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
+        # Not __metadata__: tools write dates and versions there.
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        offsets = [entry["data_offsets"] for entry in tensors.values()]
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file}: not a safetensors file: {error}") from None
-    # Not __metadata__: tools write dates and versions there.
-    named = {name: entry for name, entry in tensors.items() if name != "__metadata__"}
-    parts = [json.dumps(named, sort_keys=True).encode()]
+    parts = [json.dumps(tensors, sort_keys=True).encode()]
     for begin, end in sorted(offsets):
         for at in (begin, (begin + end) // 2):
             data.seek(8 + length + at)

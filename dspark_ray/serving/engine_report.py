@@ -32,8 +32,8 @@ from dspark_ray.protocol import (
     TargetControl,
 )
 from dspark_ray.serving.calibration_tally import CalibrationTally
+from dspark_ray.serving.model_folders import checkpoint_folder
 from dspark_ray.serving.telemetry import ReplicaIdentity, report_forever, start_agent
-from dspark_ray.sources import resolve_source
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def report_engine(
     drafter = model.drafter
     calibration = shared_as = None
     if has_shim and role == "verifier" and drafter.source is not None:
-        checkpoint = Path(resolve_source(drafter.source, "drafter.source"))
+        checkpoint = checkpoint_folder(model)
         calibration, shared_as = CalibrationTable.load(checkpoint), calibration_key(checkpoint)
     # What a step costs depends on the engine and on the block whose verification it includes.
     engine = {
@@ -355,9 +355,8 @@ def target_control(
     longest = 0 if setting.mode == "off" else policy.max_verify_len
     return TargetControl(
         mode=scheduling.mode if setting.mode in (None, "off") else setting.mode,
-        tau=round(policy.tau, 3)
-        if setting.tau is None
-        else setting.tau,  # the load's last trickle changes nothing
+        # Rounded: the load's last trickle changes nothing.
+        tau=round(policy.tau, 3) if setting.tau is None else setting.tau,
         fixed_tau=scheduling.fixed_tau if setting.tau is None else setting.tau,
         fixed_len=UNBOUNDED_VERIFY_LEN if length is None else length,
         min_verify_len=scheduling.min_verify_len,

@@ -5,17 +5,19 @@ nobody over HTTP. A replica that starts later begins with the configuration.
 """
 
 import logging
-from typing import Any
+from typing import Any, get_args
 
 import click
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
+from dspark_ray.config import VerifyMode
 from dspark_ray.errors import ConfigError
 from dspark_ray.protocol import SpeculationSetting
 from dspark_ray.serving.names import VERIFIER_PREFIX, deployment_suffix
 
-MODES = ("fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput", "off", "configured")
+MODES = (*get_args(VerifyMode), "off", "configured")
 TIMEOUT_S = 30.0
 
 
@@ -37,14 +39,27 @@ def set_speculation(
         ConfigError: no application, or more than one, serves the model; or it has no drafter of ours.
         TimeoutError: a replica did not answer.
     """
-    deployment = VERIFIER_PREFIX + deployment_suffix(model)
-    handle = serve.get_deployment_handle(deployment, app or _application_of(deployment, model))
+    handle = verifier_handle(model, app)
     try:
         return handle.broadcast("set_speculation", setting).results(timeout_s=timeout_s)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ConfigError):
             raise error.cause from None
         raise
+
+
+def verifier_handle(model: str, app: str | None = None) -> DeploymentHandle:
+    """The handle of a model's verifiers.
+
+    Args:
+        model: model id.
+        app: the Serve application; found by the model when None.
+
+    Raises:
+        ConfigError: no application, or more than one, serves the model.
+    """
+    deployment = VERIFIER_PREFIX + deployment_suffix(model)
+    return serve.get_deployment_handle(deployment, app or _application_of(deployment, model))
 
 
 def _application_of(deployment: str, model: str) -> str:

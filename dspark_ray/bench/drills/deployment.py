@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,8 +20,10 @@ from typing import Any
 import psutil
 
 from dspark_ray.bench.drills.redis_server import RedisServer
+from dspark_ray.config import TelemetryConfig
 
 APP, MODEL = "dspark", "smollm2"
+TELEMETRY = TelemetryConfig(key_prefix="drills")
 TITLES = {
     "verifier": (f"ServeReplica:{APP}:Verifier:",), "prefill": (f"ServeReplica:{APP}:Prefill:",),
     "drafter": (f"ServeReplica:{APP}:Drafter:",), "ingress": (f"ServeReplica:{APP}:Ingress",),
@@ -81,7 +82,7 @@ def app_args(shape: Shape) -> dict[str, Any]:
                 "verifier": {"replicas": shape.verifiers, "graceful_shutdown_timeout_s": 10, **engine},
             }
         ],
-        "telemetry": {"key_prefix": "drills"},
+        "telemetry": {"key_prefix": TELEMETRY.key_prefix},
         "control": {"queue_max_requests": 8},
     }  # fmt: skip
 
@@ -148,8 +149,10 @@ class Deployment:
         """What the cluster scheduler says of itself; empty while it does not answer."""
         import ray
 
+        from dspark_ray.serving.cluster_scheduler import NAMESPACE, scheduler_name
+
         try:
-            actor = ray.get_actor("cluster-scheduler:drills", "dspark")
+            actor = ray.get_actor(scheduler_name(TELEMETRY), NAMESPACE)
             status: dict[str, Any] = ray.get(actor.status.remote(), timeout=CALL_TIMEOUT_S / 2)
         except (ValueError, ray.exceptions.RayError):
             return {}
@@ -264,8 +267,9 @@ def running_deployment(
     from ray import serve
 
     from dspark_ray.serving.app import build_app
+    from dspark_ray.serving.ports import free_port_range
 
-    port = free_port()
+    port = free_port_range()
     started = time.monotonic()
     try:
         ray.init(
@@ -293,13 +297,6 @@ def _mount(folder: Path) -> bool:
     """Give the logs a small disk of their own, so that it can be full; only root may."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={LOGS_MIB}m", "none", folder]
     return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end_family() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from dspark_ray.bench.drills.deployment import LONGEST_TOKENS, MODEL, Deployment, free_port
+from dspark_ray.bench.drills.deployment import LONGEST_TOKENS, MODEL, Deployment
 from dspark_ray.bench.drills.drill import Drill, Fault
 from dspark_ray.bench.drills.traffic import Case, Outcome, Traffic, cases, http_client
 from dspark_ray.hardware import openmp_env
@@ -86,7 +86,9 @@ def _close(a: float | None, b: float | None) -> bool:
 @contextlib.contextmanager
 def plain_vllm() -> Iterator[str]:
     """The same model in fp32 in a vLLM without any of our code; yields its URL."""
-    port = free_port()
+    from dspark_ray.serving.ports import free_port_range
+
+    port = free_port_range()
     env = os.environ | {
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **openmp_env(),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from dspark_ray.bench.drills.deployment import MODEL
+from dspark_ray.bench.prompts import load_prompts
 
 PROMPTS = Path(__file__).resolve().parents[3] / "tests" / "data" / "eval_slice.jsonl"
 LONGEST_PROMPT_CHARACTERS = 300
@@ -60,8 +61,7 @@ class Reading:
 
 def cases(count: int) -> list[Case]:
     """Requests of several kinds, prompts and lengths; every third is sampled with a seed."""
-    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    short = [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT_CHARACTERS]
+    short = [prompt for prompt in load_prompts(str(PROMPTS)) if len(prompt) <= LONGEST_PROMPT_CHARACTERS]
     made = []
     for number, prompt in enumerate(short[:: max(1, len(short) // count)][:count]):
         body: dict[str, Any] = {"model": MODEL, "max_tokens": (8, 16, 32)[number % 3], "temperature": 0}
