@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -170,7 +171,12 @@ class DSparkEngine(VLLMEngine):
         vllm_engine_config: VllmConfig,
         placement_group: PlacementGroup,
     ) -> DisaggregatedLLM:
-        vllm_engine_config.parallel_config.placement_group = placement_group
+        parallel = vllm_engine_config.parallel_config
+        parallel.placement_group = placement_group
+        if current_platform.is_cpu() and parallel.world_size == 1:
+            # Ray Serve LLM asks for a worker process; on a CPU the engine that waits for it spins on one of its cores.
+            # Our worker binds the engine's own process instead.
+            parallel.distributed_executor_backend = "uni"
         return DisaggregatedLLM(
             vllm_config=vllm_engine_config,
             executor_class=Executor.get_class(vllm_engine_config),

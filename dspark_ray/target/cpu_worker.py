@@ -4,8 +4,11 @@ import functools
 import os
 from typing import Any
 
+import torch
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker as nixl_worker
 import vllm.v1.worker.cpu_worker as vllm_cpu_worker
+from vllm import envs
+from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -24,6 +27,8 @@ class DSparkCPUWorker(DSparkWorkerMixin, CPUWorker):
     def init_device(self) -> None:
         """Start as vLLM does. It names its runner class in the code, so that name is ours meanwhile."""
         check_vllm_version()
+        if self.parallel_config.distributed_executor_backend == "uni":
+            _bind_this_process(envs.VLLM_CPU_OMP_THREADS_BIND)
         vllm_cpu_worker.CPUModelRunner = DSparkCPUModelRunner
         try:
             super().init_device()
@@ -46,3 +51,16 @@ class DSparkCPUWorker(DSparkWorkerMixin, CPUWorker):
         finally:
             nixl_worker.nixl_agent_config = agent_config
             os.sched_setaffinity(0, cores)
+
+
+def _bind_this_process(cores: str) -> None:
+    """Keep this thread and those it starts on the cores that vLLM would have bound a worker process to.
+
+    Args:
+        cores: as vLLM reads them, "0,2-3"; "auto" and "nobind" leave the threads where they are.
+    """
+    if cores in ("auto", "nobind"):
+        return
+    chosen = parse_id_list(cores)
+    os.sched_setaffinity(0, chosen)
+    torch.set_num_threads(len(chosen))

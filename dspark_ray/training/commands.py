@@ -107,7 +107,7 @@ def regenerate(
     )
     sources: Any = making.read_prompts(prompts, user_template) if prompts else ()
     if invent:
-        texts = making.invent_prompts(engine, tokenizer, invent, max_prompt_tokens, seed)
+        texts = making.invent_prompts(engine, tokenizer, invent, max_prompt_tokens)
         own = (([{"role": "user", "content": text}], {"source": "invented"}) for text in texts)
         sources = chain(sources, own)
     done = making.finished_keys(output)

@@ -134,12 +134,15 @@ def start_engine(target: Path, *, max_model_len: int, batch_size: int, dtype: st
     )
 
 
-def invent_prompts(engine: Any, tokenizer: Any, count: int, max_tokens: int, seed: int) -> list[str]:
-    """`count` user turns sampled from the chat template at temperature 1; empty and cut ones are left out."""
+def invent_prompts(engine: Any, tokenizer: Any, count: int, max_tokens: int) -> list[str]:
+    """`count` user turns sampled from the chat template at temperature 1; empty and cut ones are left out.
+
+    They draw from the engine's own seed: a generator for each would take longer than the model.
+    """
     from vllm import SamplingParams
 
     prefix = {"prompt_token_ids": user_turn_prefix(tokenizer)}
-    params = [SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=seed + i) for i in range(count)]
+    params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     outputs = engine.generate([prefix] * count, params, use_tqdm=False)
     texts = [o.outputs[0].text.strip() for o in outputs if o.outputs[0].finish_reason == "stop"]
     return list(dict.fromkeys(text for text in texts if text))

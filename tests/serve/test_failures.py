@@ -21,7 +21,7 @@ def is_idle(app: RunningApp) -> bool:
 def engine_worker(app: RunningApp, deployment: str) -> psutil.Process:
     """The process that runs the model, below the replica's."""
     family = psutil.Process(app.stats(deployment)["pid"]).children(recursive=True)
-    (worker,) = [process for process in family if "VLLM::Worker" in process.cmdline()]
+    (worker,) = [process for process in family if "VLLM::EngineCore" in process.cmdline()]
     return worker
 
 

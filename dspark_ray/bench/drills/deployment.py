@@ -28,7 +28,7 @@ TITLES = {
     "verifier": (f"ServeReplica:{APP}:Verifier:",), "prefill": (f"ServeReplica:{APP}:Prefill:",),
     "drafter": (f"ServeReplica:{APP}:Drafter:",), "ingress": (f"ServeReplica:{APP}:Ingress",),
     "drafter-engine": ("DrafterEngine", f"ray::drafter:{APP}:"), "engine": ("VLLM::EngineCore",),
-    "worker": ("VLLM::Worker",), "scheduler": ("ClusterScheduler", "ray::cluster-scheduler:"),
+    "scheduler": ("ClusterScheduler", "ray::cluster-scheduler:"),
     "controller": ("ServeController", "ray::SERVE_CONTROLLER"), "proxy": ("ProxyActor",),
     "gcs": ("gcs_server",), "raylet": ("raylet/raylet",),
 }  # fmt: skip

@@ -112,8 +112,6 @@ PROCESS_DRILLS = (
     Drill("hang prefill replica", lose("prefill", STOP, prefill_works)),
     Drill("kill prefill engine", lose("engine", KILL, prefill_works, below="prefill"), in_soak=True),
     Drill("hang prefill engine", lose("engine", STOP, prefill_works, below="prefill")),
-    Drill("kill prefill worker", lose("worker", KILL, prefill_works, below="prefill")),
-    Drill("hang prefill worker", lose("worker", STOP, prefill_works, below="prefill")),
     Drill("kill scheduler", lose("scheduler", KILL, policies_hold), in_soak=True),
     Drill("hang scheduler", lose("scheduler", STOP, policies_hold), in_soak=True),
     Drill("kill controller", lose("controller", KILL, Deployment.all_running)),
