@@ -42,7 +42,17 @@ def one_token_each(output: EngineCoreOutput) -> list[EngineCoreOutput]:
 
 
 class DSparkScheduler(Scheduler):
-    """vLLM's scheduler with one token an output, and acceptance counts on every output."""
+    """vLLM's scheduler with one token an output, acceptance counts on every output, and no invented drafts."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Keep vLLM from padding a request that comes prefilled with γ placeholders.
+
+        That serves CUDA graphs of one length for all; our lengths differ by request. The placeholders would be
+        verified, and counted as rejected. Nothing is padded where the number of drafts depends on the batch size,
+        so it does, formally.
+        """
+        super().__init__(*args, **kwargs)
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 1)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Split blocks; a request that ends at a stop string keeps its acceptance counts, too."""
