@@ -84,6 +84,7 @@ def app_args(shape: Shape) -> dict[str, Any]:
         ],
         "telemetry": {"key_prefix": TELEMETRY.key_prefix},
         "control": {"queue_max_requests": 8},
+        "failover": {"silence_s": 15.0},
     }  # fmt: skip
 
 
