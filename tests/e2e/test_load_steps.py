@@ -37,7 +37,7 @@ def test_load_moves_tau_and_replicas_up_and_back(local: Local, demo_model: Path,
     assert done.returncode == 0, "a request failed"
     assert "autoscaling wants verifier 1 → " in done.stdout
     assert (tmp_path / "load_steps.png").stat().st_size > 10_000
-    rows = list(csv.DictReader((tmp_path / "load_steps.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "load_steps.csv").read_text().splitlines()))
     busy = [row for row in rows if row["model"] == "busy"]
     loaded = [row for row in busy if row["streams"] == "16"]
     taus = [float(row["tau"]) for row in busy]
