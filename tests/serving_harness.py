@@ -108,6 +108,8 @@ def running_app(
 ) -> Iterator[RunningApp]:
     """Start an application of the given `AppConfig` and stop it, with all its processes, at the end.
 
+    With DSPARK_TEST_LOGS set, its logs are copied to that folder before they are removed.
+
     Args:
         args: of the application.
         driver: the process that runs it.
@@ -149,6 +151,8 @@ def running_app(
     finally:
         app.close_clients()
         _stop(process, folder.name)
+        if keep := os.environ.get("DSPARK_TEST_LOGS"):
+            shutil.copytree(folder, Path(keep) / folder.name, ignore=shutil.ignore_patterns("sockets", "*.so"))
         shutil.rmtree(folder, ignore_errors=True)
 
 

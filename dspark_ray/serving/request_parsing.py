@@ -82,9 +82,14 @@ def parse_request(raw: bytes, kind: type) -> Any:
 def _with_plain_messages(body: ChatCompletionRequest) -> ChatCompletionRequest:
     """The request with lists where pydantic left lazy iterators, whose parts are only validated now."""
     try:
-        return _sanitize_chat_completion_request(body)
+        plain = _sanitize_chat_completion_request(body)
     except ValueError as error:
         raise RequestError(str(error), param="messages") from None
+    for index, message in enumerate(plain.messages):
+        role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+        if not isinstance(role, str):  # one of the forms that the type allows has its role elsewhere
+            raise RequestError(f"messages[{index}] needs a role.", param="messages")
+    return plain
 
 
 def _validated(fields: dict[str, Any], kind: type) -> Any:

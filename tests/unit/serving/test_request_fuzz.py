@@ -112,3 +112,11 @@ def test_the_default_length_of_a_completion_is_no_request_beyond_the_bound(bound
 def test_parts_of_a_message_that_are_none_are_the_clients_fault(content):
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     assert judge(json.dumps(body).encode(), ChatCompletionRequest) == 400
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "Hi"}, {"role": 3, "content": "Hi"}, {"author": {"role": "user"}, "content": []}]
+)
+def test_a_message_without_a_role_is_the_clients_fault(message):
+    """The type allows a form of message that has none, and vLLM's templates fail on it."""
+    assert judge(json.dumps({"model": "m", "messages": [message]}).encode(), ChatCompletionRequest) == 400
