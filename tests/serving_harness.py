@@ -152,7 +152,9 @@ def running_app(
         app.close_clients()
         _stop(process, folder.name)
         if keep := os.environ.get("DSPARK_TEST_LOGS"):
-            shutil.copytree(folder, Path(keep) / folder.name, ignore=shutil.ignore_patterns("sockets", "*.so"))
+            shutil.copytree(
+                folder, Path(keep) / folder.name, ignore=shutil.ignore_patterns("sockets", "*.so")
+            )
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -26,7 +26,6 @@ def verdicts(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return json.loads(file.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LONGEST_S)
 @pytest.mark.parametrize("name", SHORT)
 def test_nothing_is_lost_but_speed(name: str, verdicts: dict[str, Any]) -> None:

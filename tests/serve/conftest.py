@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from offline_reference import answers
@@ -30,6 +31,7 @@ APP_ARGS = {
                 },
             },
             "prefill": {"replicas": 1, "cpu_cores": "0"},
+            "drafter": {"placement": "remote", "source": str(DRAFTER)},
             "verifier": {"replicas": 1, "cpu_cores": "1"},
         },
         {
@@ -50,8 +52,14 @@ APP_ARGS = {
 
 
 @pytest.fixture(scope="session")
+def app_args() -> dict[str, Any]:
+    """Of the application that is shared."""
+    return APP_ARGS
+
+
+@pytest.fixture(scope="session")
 def app(demo_model: Path) -> Iterator[RunningApp]:
-    """Two models: one with a prefill replica, one without."""
+    """Two models: one with prefill replica and drafter, one without either."""
     with running_app(APP_ARGS) as app:
         yield app
 
@@ -60,14 +68,6 @@ def app(demo_model: Path) -> Iterator[RunningApp]:
 def bounded_app(demo_model: Path) -> Iterator[RunningApp]:
     """The same two models, whose answers end after four tokens."""
     with running_app(APP_ARGS | {"security": {"max_output_tokens": 4}}) as app:
-        yield app
-
-
-@pytest.fixture(scope="session")
-def drafting_app(demo_model: Path) -> Iterator[RunningApp]:
-    """The first model with two drafters."""
-    drafter = {"placement": "remote", "source": str(DRAFTER), "replicas": 2}
-    with running_app({"models": [APP_ARGS["models"][0] | {"drafter": drafter}]}) as app:
         yield app
 
 

@@ -10,14 +10,8 @@ import httpx
 import pytest
 from serving_harness import RunningApp, wait_until
 
-pytestmark = pytest.mark.slow  # an application of their own
 PREFILL, VERIFIER, DRAFTER = "Prefill:smollm2", "Verifier:smollm2", "Drafter:smollm2"
 GAUGES = ("requests_queued", "requests_waiting", "requests_running", "kv_usage")
-
-
-@pytest.fixture
-def app(drafting_app: RunningApp) -> RunningApp:
-    return drafting_app
 
 
 def left_behind(app: RunningApp) -> dict[str, Any]:
@@ -57,7 +51,9 @@ def ask_and_leave(app: RunningApp, number: int, dice: random.Random) -> str:
     return "at the end"
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.timeout(1200))], ids=str)
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=str
+)
 def test_aborted_requests_leave_nothing_behind(app: RunningApp, count: int) -> None:
     wait_until(lambda: not left_behind(app), 30, "idle before the test")
     came: dict[str, int] = {}

@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 from serving_harness import REPO, RunningApp, wait_until
 
-pytestmark = pytest.mark.slow  # an application of their own
 VERIFIER = "Verifier:smollm2"
 MODES = ("fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput")
-
-
-@pytest.fixture
-def app(drafting_app: RunningApp) -> RunningApp:
-    return drafting_app
 
 
 def shim(app: RunningApp) -> dict[str, Any]:
@@ -76,7 +70,7 @@ def drafts_since(app: RunningApp, before: dict[str, Any]) -> int:
 def test_greedy_text_is_that_of_vllm_alone_in_every_mode(
     speculation: RunningApp, mode: str, prompts: list[str], offline_texts: list[str]
 ) -> None:
-    """Named subset of `exactness.py`, which runs all of it."""
+    """Named subset of `served_path.py`, which runs all of it."""
     app = speculation
     assert [answer["mode"] for answer in app.speculate(mode, tau=0.1)] == [mode]
     before = shim(app)

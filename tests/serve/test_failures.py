@@ -1,6 +1,5 @@
 """Clients that leave and replicas that die."""
 
-import threading
 import time
 from pathlib import Path
 
@@ -66,39 +65,6 @@ def test_a_client_that_leaves_before_the_first_token_frees_everything(
     wait_until(lambda: is_idle(app), 3, "blocks free after the client left")
     time.sleep(1)
     assert is_idle(app)
-
-
-def test_a_killed_prefill_replica_fails_no_request(app: RunningApp) -> None:
-    client = app.client()
-    outcomes, stop = [], threading.Event()
-
-    def ask(worker: int) -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            try:
-                answer = client.completions.create(
-                    model="smollm2", prompt=f"{worker} {number} {LONG}", max_tokens=4, temperature=0
-                )
-                outcomes.append(answer.usage.completion_tokens)
-            except Exception as error:
-                outcomes.append(error)
-
-    workers = [threading.Thread(target=ask, args=(worker,)) for worker in range(3)]
-    for worker in workers:
-        worker.start()
-    try:
-        wait_until(lambda: len(outcomes) >= 3, 60, "first answers")
-        killed = app.stats(PREFILL)["pid"]
-        app.kill_replica(PREFILL)
-        before = len(outcomes)
-        wait_until(lambda: len(outcomes) >= before + 12, 120, "answers after the kill")
-    finally:
-        stop.set()
-        for worker in workers:
-            worker.join()
-    assert outcomes == [4] * len(outcomes)
-    wait_for_prefill(app, killed)
 
 
 def test_kv_of_a_dead_prefill_replica_is_recomputed(app: RunningApp) -> None:

@@ -79,7 +79,9 @@ def whole_answer(app: RunningApp) -> dict[str, Any]:
     answer = httpx.post(f"{app.base_url}/v1/completions", json=body, timeout=400)
     assert answer.status_code == 200, answer.text
     # How many drafts were accepted on the way may differ: the answer and its size may not.
-    usage = {name: count for name, count in answer.json()["usage"].items() if name != "completion_tokens_details"}
+    usage = {
+        name: count for name, count in answer.json()["usage"].items() if name != "completion_tokens_details"
+    }
     return {"texts": [choice["text"] for choice in answer.json()["choices"]], "usage": usage}
 
 

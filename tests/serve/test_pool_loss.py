@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_harness import RunningApp, wait_until
+from serving_harness import RunningApp, running_app, wait_until
 
 pytestmark = pytest.mark.slow  # an application of their own
 VERIFIER, DRAFTER = "Verifier:smollm2", "Drafter:smollm2"
 QUESTIONS = ("Count from one to thirty.", "Name the months of the year.", "Say the alphabet.")
 
 
-@pytest.fixture
-def app(drafting_app: RunningApp) -> RunningApp:
-    return drafting_app
+@pytest.fixture(scope="module")
+def app(demo_model: Path, app_args: dict[str, Any]) -> Iterator[RunningApp]:
+    """The first model of the shared application, with two drafters."""
+    model = app_args["models"][0]
+    with running_app({"models": [model | {"drafter": model["drafter"] | {"replicas": 2}}]}) as app:
+        yield app
 
 
 @pytest.fixture

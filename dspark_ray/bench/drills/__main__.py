@@ -35,7 +35,7 @@ SHORT = (
     "drafter: random tokens",
     "kill redis",
     "kill scheduler",
-    "hang prefill engine",
+    "kill prefill replica",
     "kill verifier replica",
     "abort storm of 100",
 )
