@@ -1,12 +1,10 @@
 """The vLLM engine inside a replica, on Ray Serve LLM's engine class."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.llm._internal.common.callbacks.base import CallbackBase
@@ -15,7 +13,6 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.util.placement_group import PlacementGroup
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -47,13 +44,6 @@ class DisaggregatedLLM(AsyncLLM):
     """
 
     remote_prefill: RemotePrefill | None = None
-
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput]:
-        """Generate as vLLM does, and count drafts for the answer's usage."""
-        async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
-            async for output in outputs:
-                prediction_usage.observe(output)
-                yield output
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -95,14 +85,18 @@ class DisaggregatedLLM(AsyncLLM):
     ) -> None:
         """Register a request as vLLM does; one whose answer has begun elsewhere goes on from there."""
         emitted = emitted_tokens(request.sampling_params)
+        states = self.output_processor.request_states
         if not emitted:
             await super()._add_request(request, prompt, parent_req, index, queue)
+            if (state := states.get(request.request_id)) is not None:  # the engine has hardly begun with it
+                prediction_usage.watch(state)
             return
         remaining = remaining_request(request, emitted)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
         self.output_processor.process_outputs([emitted_output(request, emitted)])
         # vLLM's own statistics begin with the first token that this engine makes.
-        self.output_processor.request_states[request.request_id].is_prefilling = True
+        states[request.request_id].is_prefilling = True
+        prediction_usage.watch(states[request.request_id])
         await self.engine_core.add_request_async(remaining)
 
     async def stop_unless_done(self, request_id: str) -> bool:

@@ -6,37 +6,40 @@ vLLM counts them for each sequence of a request, but shows them only when there 
 import contextvars
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
-from vllm.outputs import RequestOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 _current: contextvars.ContextVar["PredictionTally | None"] = contextvars.ContextVar("tally", default=None)
 
 
-def observe(output: RequestOutput) -> None:
-    """Count what the engine says of the finished sequences of the API request in whose context this is called."""
+class SequenceState(Protocol):
+    """What vLLM's output processor knows of one sequence; the engine brings it up to date with every output."""
+
+    spec_decode_metrics: RequestSpecDecodeMetrics | None
+
+
+def watch(sequence: SequenceState) -> None:
+    """Count a sequence for the API request in whose context this is called.
+
+    Its state, not its outputs: those that a client is slow to take are merged, and their counts lost.
+    """
     tally = _current.get()
     if tally is not None:
-        tally.observe(output)
+        tally.watch(sequence)
 
 
 class PredictionTally:
     """Drafts of one API request: all of its prompts and all of their n sequences."""
 
     def __init__(self) -> None:
-        """Nothing counted."""
-        self._verified = 0
-        self._accepted = 0
-        self._seen = False
+        """Nothing to count."""
+        self._sequences: list[SequenceState] = []
 
-    def observe(self, output: RequestOutput) -> None:
-        """Count an output's sequences; only those that have ended carry counts."""
-        for sequence in output.outputs:
-            if (metrics := sequence.spec_decode_metrics) is not None:
-                self._seen = True
-                self._verified += metrics.num_draft_tokens
-                self._accepted += sum(count * rounds for count, rounds in enumerate(metrics.histogram))
+    def watch(self, sequence: SequenceState) -> None:
+        """Count this one, too."""
+        self._sequences.append(sequence)
 
     async def filled_in(self, answer: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         """An engine's answer with the drafts in its usage. Closes it.
@@ -52,7 +55,7 @@ class PredictionTally:
             await answer.aclose()
 
     def _fill(self, part: Any) -> Any:
-        if not self._seen:
+        if all(sequence.spec_decode_metrics is None for sequence in self._sequences):
             return part
         if isinstance(part, str):
             return "\n".join(self._fill_line(line) for line in part.split("\n"))
@@ -77,9 +80,11 @@ class PredictionTally:
         return f"data: {json.dumps(event, separators=(',', ':'))}"
 
     def _counts(self, emitted: int) -> dict[str, int]:
+        verified = accepted = 0
+        for sequence in self._sequences:
+            if (metrics := sequence.spec_decode_metrics) is not None:
+                verified += metrics.num_draft_tokens
+                accepted += sum(count * rounds for count, rounds in enumerate(metrics.histogram))
         # A stop in mid-block cuts accepted drafts off: they are no part of the answer, as rejected ones are not.
-        accepted = min(self._accepted, emitted)
-        return {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": self._verified - accepted,
-        }
+        accepted = min(accepted, emitted)
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}

@@ -9,24 +9,26 @@ import pytest
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionResponse
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from dspark_ray.serving.prediction_usage import PredictionTally, observe
+from dspark_ray.serving.prediction_usage import PredictionTally, watch
 
 
-def output(*rounds: list[tuple[int, int]] | None) -> Any:
-    """An engine's output; one list of (drafted, accepted) for each sequence that has ended in it."""
-    sequences = []
-    for one in rounds:
-        metrics = None if one is None else RequestSpecDecodeMetrics.new(5)
-        for drafted, accepted in one or ():
-            metrics.observe(drafted, accepted)
-        sequences.append(SimpleNamespace(spec_decode_metrics=metrics))
-    return SimpleNamespace(outputs=sequences)
+def sequence(rounds: list[tuple[int, int]] | None) -> Any:
+    """The state of a sequence after rounds of (drafted, accepted); None without speculation."""
+    metrics = None if rounds is None else RequestSpecDecodeMetrics.new(5)
+    for drafted, accepted in rounds or ():
+        metrics.observe(drafted, accepted)
+    return SimpleNamespace(spec_decode_metrics=metrics)
 
 
-async def answer(outputs: list[Any], *parts: Any) -> AsyncGenerator[Any]:
-    for one in outputs:
-        observe(one)
-    for part in parts:
+async def answer(sequences: list[Any], *parts: Any) -> AsyncGenerator[Any]:
+    """Parts of an answer, whose sequences are only through when the last one is made."""
+    states = [SimpleNamespace(spec_decode_metrics=None) for _ in sequences]
+    for state in states:
+        watch(state)
+    for number, part in enumerate(parts, start=1):
+        if number == len(parts):
+            for state, through in zip(states, sequences, strict=True):
+                state.spec_decode_metrics = through.spec_decode_metrics
         yield part
 
 
@@ -41,16 +43,20 @@ def whole(completion_tokens: int) -> ChatCompletionResponse:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "emitted", "counts"),
+    ("sequences", "emitted", "counts"),
     [
-        ([output(None), output([(5, 2), (5, 0), (3, 3)])], 9, (5, 8)),
-        ([output([(5, 1)], [(5, 4)]), output([(2, 2)])], 20, (7, 5)),  # n sequences, several prompts
-        ([output([(5, 5)])], 3, (3, 2)),  # cut off by a stop in mid-block
-        ([output([])], 4, (0, 0)),
+        ([sequence([(5, 2), (5, 0), (3, 3)])], 9, (5, 8)),
+        (
+            [sequence([(5, 1)]), sequence([(5, 4)]), sequence([(2, 2)])],
+            20,
+            (7, 5),
+        ),  # n of them, several prompts
+        ([sequence([(5, 5)])], 3, (3, 2)),  # cut off by a stop in mid-block
+        ([sequence([])], 4, (0, 0)),
     ],
 )
-async def test_an_answers_usage_tells_its_drafts(outputs: list[Any], emitted: int, counts: tuple[int, int]):
-    (part,) = [part async for part in PredictionTally().filled_in(answer(outputs, whole(emitted)))]
+async def test_an_answers_usage_tells_its_drafts(sequences: list[Any], emitted: int, counts: tuple[int, int]):
+    (part,) = [part async for part in PredictionTally().filled_in(answer(sequences, whole(emitted)))]
     details = part.model_dump(mode="json")["usage"]["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == counts
     assert details["reasoning_tokens"] == 0
@@ -63,7 +69,7 @@ async def test_a_streams_last_usage_tells_them_and_nothing_else_is_touched():
 
     text = event([{"delta": {"content": 'a "usage":{ \u2028\n 日'}}])
     parts = [text, event([]) + "data: [DONE]\n\n"]
-    first, last = [p async for p in PredictionTally().filled_in(answer([output([(5, 2)])], *parts))]
+    first, last = [p async for p in PredictionTally().filled_in(answer([sequence([(5, 2)])], *parts))]
     assert first == text
     usage = json.loads(last.removeprefix("data: ").removesuffix("\n\ndata: [DONE]\n\n"))["usage"]
     assert usage["completion_tokens_details"] == {
@@ -73,12 +79,12 @@ async def test_a_streams_last_usage_tells_them_and_nothing_else_is_touched():
 
 
 async def test_without_speculation_nothing_is_added():
-    (part,) = [part async for part in PredictionTally().filled_in(answer([output(None)], whole(9)))]
+    (part,) = [part async for part in PredictionTally().filled_in(answer([sequence(None)], whole(9)))]
     assert part.usage.completion_tokens_details is None
 
 
 async def test_concurrent_answers_do_not_mix():
-    one = PredictionTally().filled_in(answer([output([(5, 1)])], whole(9)))
-    observe(output([(5, 5)]))  # outside of any answer
+    one = PredictionTally().filled_in(answer([sequence([(5, 1)])], whole(9)))
+    watch(sequence([(5, 5)]))  # outside of any answer
     assert (await anext(one)).usage.completion_tokens_details.accepted_prediction_tokens == 1
     await one.aclose()
