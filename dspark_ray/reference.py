@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark_ray.config import Exactness
 from dspark_ray.decoding.acceptance import SeededChance, verify_coupled, verify_ratio
-from dspark_ray.decoding.calibration import CalibrationTable, survivals
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling, survivals
 from dspark_ray.decoding.commit import commit, verify_limit
 from dspark_ray.decoding.prefix_scheduler import LengthRule, check_lossless, schedule
 from dspark_ray.decoding.sampling import probabilities, to_target_vocabulary
@@ -80,8 +80,8 @@ class Decoding:
     tau: float = 0.0
     block_size: int | None = None
     """γ'; the checkpoint's when None."""
-    confidence_temperatures: Sequence[float] | None = None
-    """T_k of the checkpoint's calibration."""
+    confidence_scaling: Scaling | None = None
+    """Of the checkpoint's calibration."""
 
     def distribution(self, logits: Tensor) -> Tensor:
         """What a token is drawn from, [..., V] fp32."""
@@ -137,7 +137,7 @@ def speculate(
         limit = verify_limit(how.max_model_len, s, budget - emitted)
         drafts, confidence_logits, q = _draft(runner, base, features, anchor, limit, how, chance["draft"])
         # Schedule: how many drafts are worth verifying.
-        survival = survivals(confidence_logits, how.confidence_temperatures).tolist()
+        survival = survivals(confidence_logits, how.confidence_scaling).tolist()
         (verify_len,) = schedule([survival], mode=how.mode, tau=how.tau)
         drafts = drafts[:verify_len]
         # Verify: the anchor and the drafts in one pass of the target.
@@ -246,7 +246,7 @@ def generate_command(
         exactness=exactness,
         mode="fixed_len" if tau is None else "fixed_tau",
         tau=tau or 0.0,
-        confidence_temperatures=table and table.temperatures_for(exactness, temperature, block_size),
+        confidence_scaling=table and table.scaling_for(exactness, temperature, block_size),
     )
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     tally, speculative_s, tokens = Tally(), 0.0, []

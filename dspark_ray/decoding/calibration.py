@@ -5,7 +5,7 @@ Symbols: N rounds, γ draft positions. Everything is numpy; nothing draws random
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 CALIBRATION_FILE_NAME = "sts.json"
 ECE_BINS = 20
+_NEWTON_STEPS, _PRIOR_ROUNDS, _LEAST_SLOPE = 20, 10.0, 0.1
 # Symmetric around 1 on a log scale, so that T = 1 (no change) is one of the candidates.
 TEMPERATURE_GRID: tuple[float, ...] = tuple(float(t) for t in np.geomspace(0.1, 10.0, 201))
 # Upper ends of the buckets of a request's sampling temperature; the first is greedy.
@@ -36,26 +37,36 @@ def temperature_bucket(temperature: float) -> str:
     return next(name for name, upper in TEMPERATURE_BUCKETS[1:] if temperature <= upper)
 
 
-def confidences(logits: npt.ArrayLike, temperatures: Sequence[float] | None = None) -> FloatArray:
-    """σ(z_k / T_k).
+class Scaling(NamedTuple):
+    """What makes confidences of logits: c_k = σ((z_k - o_k) / T_k)."""
+
+    temperatures: Sequence[float]
+    """T_k, at least γ of them."""
+    offsets: Sequence[float]
+    """o_k, as many."""
+
+
+def confidences(logits: npt.ArrayLike, scaling: Scaling | None = None) -> FloatArray:
+    """σ((z_k - o_k) / T_k).
 
     Args:
         logits: [..., γ] outputs z of the confidence head.
-        temperatures: at least γ values, or None for 1.
+        scaling: None uses them as they are.
 
     Returns:
         [..., γ] in [0, 1].
     """
     z = np.asarray(logits, dtype=np.float64)
-    if temperatures is not None:
-        z = z / np.asarray(temperatures, dtype=np.float64)[: z.shape[-1]]
+    if scaling is not None:
+        temperatures, offsets = (np.asarray(values, dtype=np.float64)[: z.shape[-1]] for values in scaling)
+        z = (z - offsets) / temperatures
     sigmoid: FloatArray = 0.5 * (1.0 + np.tanh(0.5 * z))  # without overflow at either end
     return sigmoid
 
 
-def survivals(logits: npt.ArrayLike, temperatures: Sequence[float] | None = None) -> FloatArray:
-    """a_k = Π_{i≤k} σ(z_i / T_i): the chance that the first k drafts are all accepted. [..., γ]."""
-    products: FloatArray = np.cumprod(confidences(logits, temperatures), axis=-1, dtype=np.float64)
+def survivals(logits: npt.ArrayLike, scaling: Scaling | None = None) -> FloatArray:
+    """a_k = Π_{i≤k} c_i: the chance that the first k drafts are all accepted. [..., γ]."""
+    products: FloatArray = np.cumprod(confidences(logits, scaling), axis=-1, dtype=np.float64)
     return products
 
 
@@ -126,6 +137,8 @@ class Calibration(FrozenModel):
     """γ' of the rounds; a shorter block changes the hidden states, so the fit is valid for this one only."""
     temperatures: list[float] = Field(min_length=1)
     """T_k for k = 1..γ'."""
+    offsets: list[float] = Field(default_factory=list)
+    """o_k for k = 1..γ'; none are zeros, as in a file of before there were any."""
     dataset: str
     """Where the rounds came from."""
     sample_count: int = Field(ge=0)
@@ -137,17 +150,24 @@ class Calibration(FrozenModel):
     auc: list[float | None]
     """Area under the ROC curve of a_k (calibrated) for each k; null where the outcomes are all alike."""
     wrong_side_share: list[float]
-    """For each k, the share of rounds whose c_k is on the other side of .5 than what was observed for such
-    logits: a temperature cannot move σ(z/T) across .5, so there this calibration cannot help."""
+    """For each k, the share of rounds whose σ(z_k) is on the other side of .5 than what was observed for such
+    logits: a temperature alone cannot move it across, which is what the offsets are for."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
         lists = (self.temperatures, self.ece_before, self.ece_after, self.auc, self.wrong_side_share)
-        if any(len(values) != self.block_size for values in lists):
-            raise ValueError("temperatures and measures must have block_size entries")
+        if any(len(values) != self.block_size for values in lists) or (
+            self.offsets and len(self.offsets) != self.block_size
+        ):
+            raise ValueError("temperatures, offsets and measures must have block_size entries")
         if min(self.temperatures) <= 0:
             raise ValueError("temperatures must be positive")
         return self
+
+    @property
+    def scaling(self) -> Scaling:
+        """What to use confidences with."""
+        return Scaling(self.temperatures, self.offsets or [0.0] * self.block_size)
 
 
 class CalibrationTable(FrozenModel):
@@ -156,8 +176,8 @@ class CalibrationTable(FrozenModel):
     entries: list[Calibration]
     """At most one per (exactness, temperature bucket, block size)."""
 
-    def temperatures_for(self, exactness: str, temperature: float, block_size: int) -> list[float] | None:
-        """T_k for rounds of this kind, from the nearest temperature bucket that was fitted.
+    def scaling_for(self, exactness: str, temperature: float, block_size: int) -> Scaling | None:
+        """What to scale rounds of this kind with, from the nearest temperature bucket that was fitted.
 
         Args:
             exactness: acceptance mode in use.
@@ -165,14 +185,14 @@ class CalibrationTable(FrozenModel):
             block_size: γ' in use.
 
         Returns:
-            γ' temperatures, or None when nothing was fitted for this mode and block size.
+            Of γ' positions, or None when nothing was fitted for this mode and block size.
         """
         names = [name for name, _ in TEMPERATURE_BUCKETS]
         wanted = names.index(temperature_bucket(temperature))
         fitting = [e for e in self.entries if e.exactness == exactness and e.block_size == block_size]
         if not fitting:
             return None
-        return min(fitting, key=lambda e: abs(names.index(e.temperature_bucket) - wanted)).temperatures
+        return min(fitting, key=lambda e: abs(names.index(e.temperature_bucket) - wanted)).scaling
 
     @model_validator(mode="after")
     def _entries_are_distinct_and_named(self) -> Self:
@@ -216,8 +236,9 @@ def fit_calibration(
 ) -> Calibration:
     """Sequential Temperature Scaling: T_1, then T_2 with T_1 fixed, and so on (spec section 3).
 
-    T_k minimises the ECE of a_k against y_k = 1[the first k drafts were all accepted]. Only rounds that were
-    verified in full count: a truncated one hides what would have happened to the rest.
+    T_k minimises the ECE of a_k against y_k = 1[the first k drafts were all accepted], after an offset o_k for what
+    no temperature can do, move a confidence across .5. Only rounds that were verified in full count: a truncated
+    one hides what would have happened to the rest.
 
     Args:
         confidence_logits: [N, γ] z of each round.
@@ -246,13 +267,15 @@ def fit_calibration(
             "no round was verified in full: raise scheduling.full_round_share, or use mode fixed_len"
         )
     outcome = (accepted[:, None] > np.arange(block_size)).astype(np.float64)  # [N, γ] y_k
-    temperatures = _sequential_temperatures(z, outcome, grid)
-    before, after = survivals(z), survivals(z, temperatures)
+    offsets = [_offset(z[accepted >= k, k], accepted[accepted >= k] > k) for k in range(block_size)]
+    temperatures = _sequential_temperatures(z - offsets, outcome, grid)
+    before, after = survivals(z), survivals(z, Scaling(temperatures, offsets))
     return Calibration(
         exactness=exactness,
         temperature_bucket=temperature_bucket(temperature),
         block_size=block_size,
         temperatures=temperatures,
+        offsets=offsets,
         dataset=dataset,
         sample_count=len(z),
         ece_before=_per_position(expected_calibration_error, before, outcome),
@@ -260,6 +283,24 @@ def fit_calibration(
         auc=[None if np.isnan(area) else area for area in _per_position(area_under_roc, after, outcome)],
         wrong_side_share=[_wrong_side_share(z[:, k], accepted, k) for k in range(block_size)],
     )
+
+
+def _offset(z: FloatArray, accepted: npt.NDArray[Any]) -> float:
+    """The logit at which drafts of one position are accepted half of the time: Platt's σ(a·z + b), -b/a.
+
+    Fitted by Newton's method, with a prior that holds a near 1 and b near 0 until some dozens of rounds say
+    otherwise. 0 where acceptance does not rise with z.
+    """
+    x = np.stack([z, np.ones_like(z)], axis=1)
+    start = np.array([1.0, 0.0])
+    weights = start.copy()
+    for _ in range(_NEWTON_STEPS):
+        p = confidences(x @ weights)
+        gradient = x.T @ (p - accepted) + _PRIOR_ROUNDS * (weights - start)
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + _PRIOR_ROUNDS * np.eye(2)
+        weights = weights - np.linalg.solve(curvature, gradient)
+    slope, bias = weights
+    return float(-bias / slope) if slope > _LEAST_SLOPE else 0.0
 
 
 def _sequential_temperatures(z: FloatArray, outcome: FloatArray, grid: Sequence[float]) -> list[float]:

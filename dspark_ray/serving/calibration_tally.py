@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from dspark_ray.decoding.calibration import CalibrationTable
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling
 from dspark_ray.protocol import CalibrationBins, RoundRecord
 
 BINS = 20
@@ -16,25 +16,25 @@ class CalibrationTally:
     """
 
     def __init__(self, calibration: CalibrationTable | None) -> None:
-        """Counts with the temperatures that the verifier schedules with."""
+        """Counts with the calibration that the verifier schedules with."""
         self._calibration = calibration
         self._counts = [0] * BINS
         self._predicted = [0.0] * BINS
         self._accepted = [0] * BINS
 
     def use(self, calibration: CalibrationTable | None) -> None:
-        """Count with other temperatures from now on."""
+        """Count with another one from now on."""
         self._calibration = calibration
 
     def count(self, rounds: Sequence[RoundRecord]) -> None:
         """Take in some rounds."""
         for record in rounds:
-            temperatures = self._temperatures(record)
+            scaling = self._scaling(record)
             survival = 1.0
-            for k, (logit, temperature) in enumerate(
-                zip(record.confidence_logits, temperatures, strict=True), start=1
+            for k, (logit, temperature, offset) in enumerate(
+                zip(record.confidence_logits, *scaling, strict=True), start=1
             ):
-                survival *= 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit / temperature))))
+                survival *= 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, (logit - offset) / temperature))))
                 bin_ = min(BINS - 1, int(survival * BINS))
                 self._counts[bin_] += 1
                 self._predicted[bin_] += survival
@@ -46,9 +46,8 @@ class CalibrationTally:
             return None
         return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
 
-    def _temperatures(self, record: RoundRecord) -> Sequence[float]:
+    def _scaling(self, record: RoundRecord) -> Scaling:
         count = len(record.confidence_logits)
-        if self._calibration is None:
-            return (1.0,) * count
-        fitted = self._calibration.temperatures_for(record.exactness, record.temperature, count)
-        return (1.0,) * count if fitted is None else fitted
+        table = self._calibration
+        fitted = table and table.scaling_for(record.exactness, record.temperature, count)
+        return fitted or Scaling([1.0] * count, [0.0] * count)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark_ray.config import SchedulingConfig, VerifyMode
-from dspark_ray.decoding.calibration import CalibrationTable
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling
 from dspark_ray.decoding.prefix_scheduler import schedule, throughput_budget
 from dspark_ray.protocol import TargetControl
 from dspark_ray.target.step_profile import StepProfile
@@ -38,7 +38,7 @@ class VerifyPlanner:
         profile: costs of this engine's steps.
         exactness: picks the calibration.
         block_size: γ.
-        calibration: temperatures of the confidences; None uses them as they are.
+        calibration: of the confidences; None uses them as they are.
         rng: chooses the rounds that are verified in full.
     """
 
@@ -63,7 +63,7 @@ class VerifyPlanner:
         self._exactness = exactness
         self._block_size = block_size
         self._calibration = calibration
-        self._temperatures: dict[float, list[float] | None] = {}
+        self._scalings: dict[float, Scaling | None] = {}
         self._rng = rng
         self._rounds = 0
         self._accepted = 0.0  # running mean a round
@@ -90,7 +90,7 @@ class VerifyPlanner:
             self._profile.adopt(cost.tokens, [seconds * 1e3 for seconds in cost.seconds])
         if message.calibration is not None:
             self._calibration = CalibrationTable.model_validate_json(message.calibration)
-            self._temperatures.clear()
+            self._scalings.clear()
         names = ("min_verify_len", "full_round_share")
         said = {name: value for name in names if (value := getattr(message, name)) is not None}
         self._config = self._config.model_copy(update=said)
@@ -164,21 +164,21 @@ class VerifyPlanner:
         self._verified += gain * (verified - self._verified)
 
     def _survivals(self, row: DraftedRow) -> list[float]:
-        temperatures = self._temperatures_for(row.temperature)
+        scaling = self._scaling_for(row.temperature)
         survival, result = 1.0, []
         for k, z in enumerate(row.confidence_logits):
-            scaled = z / temperatures[k] if temperatures and k < len(temperatures) else z
+            scaled = (z - scaling.offsets[k]) / scaling.temperatures[k] if scaling else z
             survival *= 1 / (1 + math.exp(-max(-60.0, min(60.0, scaled))))
             result.append(survival)
         return result
 
-    def _temperatures_for(self, temperature: float) -> list[float] | None:
+    def _scaling_for(self, temperature: float) -> Scaling | None:
         if self._calibration is None:
             return None
-        if temperature not in self._temperatures:
-            if len(self._temperatures) > 1024:
-                self._temperatures.clear()
-            self._temperatures[temperature] = self._calibration.temperatures_for(
+        if temperature not in self._scalings:
+            if len(self._scalings) > 1024:
+                self._scalings.clear()
+            self._scalings[temperature] = self._calibration.scaling_for(
                 self._exactness, temperature, self._block_size
             )
-        return self._temperatures[temperature]
+        return self._scalings[temperature]

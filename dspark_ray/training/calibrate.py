@@ -10,6 +10,7 @@ from dspark_ray.config import ControlConfig, TelemetryConfig
 from dspark_ray.decoding.calibration import (
     Calibration,
     CalibrationTable,
+    Scaling,
     expected_calibration_error,
     fit_calibration,
     survivals,
@@ -109,7 +110,7 @@ def share(url: str, key: str, table: CalibrationTable) -> None:
     store.share_calibration(key, table.model_dump_json().encode())
 
 
-def held_out_error(rounds: Rounds, temperatures: Sequence[float]) -> tuple[list[float], list[float]]:
+def held_out_error(rounds: Rounds, scaling: Scaling) -> tuple[list[float], list[float]]:
     """ECE of the survivals at each position before and after, on rounds that were not fitted on."""
     outcome = accepted_prefixes(rounds)
 
@@ -119,9 +120,7 @@ def held_out_error(rounds: Rounds, temperatures: Sequence[float]) -> tuple[list[
             for k in range(outcome.shape[1])
         ]
 
-    return errors(survivals(rounds.confidence_logits)), errors(
-        survivals(rounds.confidence_logits, temperatures)
-    )
+    return errors(survivals(rounds.confidence_logits)), errors(survivals(rounds.confidence_logits, scaling))
 
 
 def store(folder: Path, fitted: Sequence[Calibration]) -> CalibrationTable:

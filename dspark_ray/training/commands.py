@@ -187,15 +187,15 @@ def evaluate(
     if dataset is None:
         raise click.UsageError("--dataset is needed")
     rounds = _rounds(target, drafter, dataset, skip, limit, options)
-    temperatures = calibration_of(drafter, options["temperature"], rounds.confidence_logits.shape[1])
-    figures = measure(rounds, temperatures)
+    scaling = calibration_of(drafter, options["temperature"], rounds.confidence_logits.shape[1])
+    figures = measure(rounds, scaling)
     if plots is not None:
-        plot_measures(rounds, temperatures, dataset.stem, plots)
+        plot_measures(rounds, scaling, dataset.stem, plots)
     report = {
         "dataset": dataset.name,
         "prompts": len(rounds.outputs),
         "temperature": options["temperature"],
-        "calibrated": temperatures is not None,
+        "calibrated": scaling is not None,
         **figures,
     }
     if as_json:
@@ -246,12 +246,12 @@ def calibrate(
         rounds = _rounds(target, drafter, dataset, skip, limit, options)
         fit_on, report_on = fitting.split_rounds(rounds, options["seed"])
         one = fitting.fit_rounds(fit_on, temperature=options["temperature"], dataset=dataset.name)
-        before, after = fitting.held_out_error(report_on, one.temperatures)
+        before, after = fitting.held_out_error(report_on, one.scaling)
         click.echo(f"held-out ECE by position: {before} -> {after}, mean {sum(after) / len(after):.4f}")
         if plots is not None:
             from dspark_ray.training.evaluate import plot_measures
 
-            plot_measures(report_on, one.temperatures, dataset.stem, plots)
+            plot_measures(report_on, one.scaling, dataset.stem, plots)
         fitted = [one]
     table = fitting.store(drafter, fitted)
     if share:
@@ -259,5 +259,6 @@ def calibrate(
     for entry in fitted:
         click.echo(
             f"{entry.exactness}, {entry.temperature_bucket}, block {entry.block_size}: "
-            f"T = {[round(t, 3) for t in entry.temperatures]} from {entry.sample_count} rounds"
+            f"T = {[round(t, 3) for t in entry.temperatures]}, "
+            f"offsets {[round(o, 3) for o in entry.scaling.offsets]} from {entry.sample_count} rounds"
         )

@@ -10,6 +10,7 @@ import torch
 
 from dspark_ray.decoding.calibration import (
     CalibrationTable,
+    Scaling,
     area_under_roc,
     expected_calibration_error,
     reliability_bins,
@@ -129,12 +130,12 @@ def collect_rounds(
     )
 
 
-def measure(rounds: Rounds, temperatures: Sequence[float] | None) -> dict[str, Any]:
+def measure(rounds: Rounds, scaling: Scaling | None) -> dict[str, Any]:
     """All figures of a set of rounds.
 
     Args:
         rounds: verified in full.
-        temperatures: fitted T_k, or None for an uncalibrated drafter.
+        scaling: as fitted, or None for an uncalibrated drafter.
 
     Returns:
         accept_len: mean tokens a round gave (bonus included). conditional_acceptance: P(draft k accepted |
@@ -144,7 +145,7 @@ def measure(rounds: Rounds, temperatures: Sequence[float] | None) -> dict[str, A
     """
     outcome = accepted_prefixes(rounds)
     reached = np.concatenate([np.ones((len(outcome), 1)), outcome[:, :-1]], axis=1).sum(0)
-    before, after = survivals(rounds.confidence_logits), survivals(rounds.confidence_logits, temperatures)
+    before, after = survivals(rounds.confidence_logits), survivals(rounds.confidence_logits, scaling)
     depth = range(outcome.shape[1])
     return {
         "rounds": len(outcome),
@@ -165,7 +166,7 @@ def accepted_prefixes(rounds: Rounds) -> Array:
     return (rounds.accept_len[:, None] > depth).astype(np.float64)
 
 
-def plot_measures(rounds: Rounds, temperatures: Sequence[float] | None, title: str, folder: Path) -> None:
+def plot_measures(rounds: Rounds, scaling: Scaling | None, title: str, folder: Path) -> None:
     """Write acceptance.png, reliability.png and thresholds.png (the paper's figures 2, 5 and 6)."""
     import matplotlib as mpl
 
@@ -173,7 +174,7 @@ def plot_measures(rounds: Rounds, temperatures: Sequence[float] | None, title: s
     from matplotlib import pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    figures = measure(rounds, temperatures)
+    figures = measure(rounds, scaling)
     positions = np.arange(1, rounds.confidence_logits.shape[1] + 1)
 
     figure, axes = plt.subplots(figsize=(4.5, 3.2))
@@ -184,8 +185,10 @@ def plot_measures(rounds: Rounds, temperatures: Sequence[float] | None, title: s
 
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), sharey=True)
     outcome = accepted_prefixes(rounds)
-    for panel, name, scale in zip(panels, ("uncalibrated", "calibrated"), (None, temperatures), strict=True):
-        predicted = survivals(rounds.confidence_logits, scale)
+    for panel, name, used_scaling in zip(
+        panels, ("uncalibrated", "calibrated"), (None, scaling), strict=True
+    ):
+        predicted = survivals(rounds.confidence_logits, used_scaling)
         for k in range(outcome.shape[1]):
             bins = reliability_bins(predicted[:, k], outcome[:, k])
             used = np.array(bins.counts) > 0
@@ -211,10 +214,10 @@ def plot_measures(rounds: Rounds, temperatures: Sequence[float] | None, title: s
     _finish(figure, folder / "thresholds.png")
 
 
-def calibration_of(drafter: Path, temperature: float, draft_len: int) -> list[float] | None:
-    """Temperatures stored beside a checkpoint for this kind of round, or None."""
+def calibration_of(drafter: Path, temperature: float, draft_len: int) -> Scaling | None:
+    """What is stored beside a checkpoint for this kind of round, or None."""
     table = CalibrationTable.load(drafter)
-    return None if table is None else table.temperatures_for("coupled", temperature, draft_len)
+    return None if table is None else table.scaling_for("coupled", temperature, draft_len)
 
 
 def _at_threshold(survival: Array, accept_len: Array, tau: float) -> dict[str, float]:

@@ -209,7 +209,11 @@ def test_drift_is_measured_with_the_temperatures_in_use() -> None:
 
     assert drift(None) > 0.6
     fitted = Calibration.model_construct(
-        exactness="coupled", temperature_bucket="greedy", block_size=1, temperatures=[-4.0 / math.log(3.0)]
+        exactness="coupled",
+        temperature_bucket="greedy",
+        block_size=1,
+        temperatures=[-4.0 / math.log(3.0)],
+        offsets=[],
     )
     assert drift(CalibrationTable.model_construct(entries=[fitted])) < 0.02
 
@@ -241,4 +245,4 @@ async def test_the_worker_goes_on_from_pooled_step_costs_once_and_takes_shared_c
         await reporter.collect(POLICY)
     told = [c for c in engine.controls if c.calibration is not None]
     assert [c.calibration for c in told] == [found[0].calibration or learnt.calibration, newer]
-    assert reporter._bins._temperatures(RoundRecord((1.0,), 1, 1, 0.0)) == [3.0]
+    assert reporter._bins._scaling(RoundRecord((1.0,), 1, 1, 0.0)).temperatures == [3.0]

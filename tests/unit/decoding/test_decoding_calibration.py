@@ -8,6 +8,7 @@ import pytest
 from dspark_ray.decoding.calibration import (
     Calibration,
     CalibrationTable,
+    Scaling,
     area_under_roc,
     confidences,
     expected_calibration_error,
@@ -23,7 +24,7 @@ def rounds(temperatures: list[float], count: int = 20_000, seed: int = 0) -> tup
     """Logits whose true acceptance is σ(z_k / T_k), and how many drafts were accepted."""
     rng = np.random.default_rng(seed)
     z = rng.normal(1.5, 2.5, size=(count, len(temperatures)))
-    accepted = rng.random(z.shape) < confidences(z, temperatures)
+    accepted = rng.random(z.shape) < confidences(z, Scaling(temperatures, [0.0] * len(temperatures)))
     return z, np.cumprod(accepted, axis=1).sum(axis=1)
 
 
@@ -47,7 +48,9 @@ def test_auc_counts_ties_half():
 
 def test_survival_is_the_product_and_does_not_overflow():
     assert survivals([[1000.0, 0.0, -1000.0]]).tolist() == [[1.0, 0.5, 0.0]]
-    assert survivals([2.0, 2.0], [2.0, 1.0])[1] == pytest.approx(confidences(1.0) * confidences(2.0))
+    assert survivals([2.0, 3.0], Scaling([2.0, 1.0], [0.0, 1.0]))[1] == pytest.approx(
+        confidences(1.0) * confidences(2.0)
+    )
 
 
 def test_sequential_scaling_finds_the_temperatures():
@@ -59,6 +62,21 @@ def test_sequential_scaling_finds_the_temperatures():
     assert max(found.ece_after) < 0.015
     assert max(found.ece_before) > 0.05
     assert all(area is not None and area > 0.7 for area in found.auc)
+
+
+def test_a_head_that_is_sure_too_early_gets_offsets():
+    """No temperature moves a confidence across .5; a drafter is surer of what it was trained on."""
+    rng = np.random.default_rng(2)
+    z = rng.normal(0.5, 2.0, size=(20_000, 2))
+    accepted = np.cumprod(rng.random(z.shape) < confidences(z, Scaling([1.0, 1.0], [1.2, -0.4])), axis=1).sum(
+        axis=1
+    )
+    found = fit(z, np.full(len(z), 2), accepted)
+    assert found.offsets == pytest.approx([1.2, -0.4], abs=0.15)
+    assert max(found.ece_after) < 0.012
+    assert found.ece_before[0] > 0.05
+    few = fit(z[:3], np.full(3, 2), accepted[:3])
+    assert max(map(abs, few.offsets)) < 0.5, "three rounds say little"
 
 
 def test_truncated_rounds_do_not_count():
@@ -107,10 +125,10 @@ def test_temperatures_are_looked_up_by_mode_block_size_and_nearest_bucket(tmp_pa
     table.save(tmp_path)
     loaded = CalibrationTable.load(tmp_path)
     assert loaded == table
-    assert loaded.temperatures_for("coupled", 0.0, 2) == [1.5, 1.5]
-    assert loaded.temperatures_for("coupled", 1.7, 2) == [3.0, 3.0]
-    assert loaded.temperatures_for("coupled", 0.0, 5) is None  # another γ' has other hidden states
-    assert loaded.temperatures_for("ratio", 0.0, 2) is None
+    assert loaded.scaling_for("coupled", 0.0, 2) == Scaling([1.5, 1.5], [0.0, 0.0])
+    assert loaded.scaling_for("coupled", 1.7, 2).temperatures == [3.0, 3.0]
+    assert loaded.scaling_for("coupled", 0.0, 5) is None  # another γ' has other hidden states
+    assert loaded.scaling_for("ratio", 0.0, 2) is None
     with pytest.raises(ValueError, match="two calibrations"):
         CalibrationTable(entries=[entry("low", 2, 1.0), entry("low", 2, 2.0)])
     (tmp_path / "sts.json").write_text('{"entries": [{"temperatures": [0]}]}')

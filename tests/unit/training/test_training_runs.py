@@ -155,7 +155,7 @@ def test_measures_and_calibration_of_real_rounds(target: Path, answers: Path, tm
     table = store(drafter, [greedy_entry])  # replaces its like, keeps the other
     assert CalibrationTable.load(drafter) == table
     assert {entry.temperature_bucket for entry in table.entries} == {"greedy", "medium"}
-    plot_measures(rounds, warm_entry.temperatures, "tiny", tmp_path / "plots")
+    plot_measures(rounds, warm_entry.scaling, "tiny", tmp_path / "plots")
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {
         "acceptance.png", "reliability.png", "thresholds.png",
     }  # fmt: skip
