@@ -16,7 +16,7 @@ usage: bash cluster/local.sh COMMAND
   down    stop what this state folder started, and nothing else
 
 settings, by environment variable:
-  DSPARK_CONFIG       Serve config to deploy              (deployments/smollm2.yaml)
+  DSPARK_CONFIG       Serve config, seen from the checkout (deployments/smollm2.yaml)
   DSPARK_PORT         port of the OpenAI API              (8000)
   DSPARK_HOST         address that the API listens on     (127.0.0.1)
   DSPARK_PORT_BASE    first of 9 ports, 2 of them for bench (26300)
@@ -201,7 +201,7 @@ demo() {
     up
     tools chat "http://127.0.0.1:$http_port/v1" "Explain in two sentences why the sky is blue."
     say "talk to it: curl http://127.0.0.1:$http_port/v1/chat/completions -H 'Content-Type: application/json' \\"
-    echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
+    echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}], \"temperature\": 0}'"
     say "stop it: bash cluster/local.sh down"
 }
 

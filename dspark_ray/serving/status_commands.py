@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -18,11 +20,12 @@ from dspark_ray.control.view import ClusterView, ClusterWatcher, ModelView, Repl
 from dspark_ray.errors import ConfigError
 
 RATE_WINDOW_S = 1.0
+FULL_WIDTH = 120
 SILENT_S = 0.9
 """A replica that says nothing for this long is shown as silent."""
 COLUMNS = (
-    "replica", "role", "run", "wait", "kv/slots", "load", "tau", "verify len", "accept len", "waste",
-    "tokens/s", "step ms", "ttft s", "late",
+    "replica", "role", "run", "wait", "kv or\nslots", "load", "tau", "verify\nlen", "accept\nlen", "waste",
+    "tokens\n/s", "step\nms", "ttft\ns", "late",
 )  # fmt: skip
 
 
@@ -67,7 +70,8 @@ def status(redis_url: str | None, prefix: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(view), indent=2))
     else:
-        Console().print(render(view))
+        # A file or a pipe has no width of its own, and a narrow one would cut every cell.
+        Console(width=None if sys.stdout.isatty() else FULL_WIDTH).print(render(view))
 
 
 @click.command()
@@ -116,9 +120,15 @@ def render(view: ClusterView) -> RenderableType:
 
 def _model(model: ModelView) -> list[RenderableType]:
     speed = sum(r.tokens_per_s for r in model.replicas if r.role == "verifier")
-    table = Table(title=f"{model.model}: {speed:.1f} tokens/s", title_justify="left", expand=False)
+    table = Table(
+        title=f"{model.model}: {speed:.1f} tokens/s",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in {"replica", "role"} else "right")
+        left = column in {"replica", "role"}
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for replica in model.replicas:
         silent = replica.silent_s >= SILENT_S
         table.add_row(
@@ -126,15 +136,20 @@ def _model(model: ModelView) -> list[RenderableType]:
         )
     parts: list[RenderableType] = [table]
     if model.drafters:
-        shares = ", ".join(f"{name[-12:]} {weight:.0%}" for name, weight in model.drafters.items())
+        shares = ", ".join(f"{_short(name)} {weight:.0%}" for name, weight in model.drafters.items())
         parts.append(Text(f"new requests go to drafters: {shares}"))
     parts += [Text(f"{d.role}: {d.current} → {d.wanted} replicas ({d.reason})") for d in model.sizing]
     drifting = [r for r in model.replicas if r.drift > ControlConfig().drift_limit]
     parts += [
-        Text(f"{r.replica[-12:]}: confidence is off by {r.drift:.2f}, calibrate the drafter", style="red")
+        Text(f"{_short(r.replica)}: confidence is off by {r.drift:.2f}, calibrate the drafter", style="red")
         for r in drifting
     ]
     return parts
+
+
+def _short(replica: str) -> str:
+    """A replica's own part of its name."""
+    return replica.rsplit("/", 1)[-1][-12:]
 
 
 def _row(r: ReplicaView) -> list[str]:
@@ -144,7 +159,7 @@ def _row(r: ReplicaView) -> list[str]:
     else:
         memory = f"{r.kv_share:.0%}" if r.role in {"prefill", "verifier"} else ""
     return [
-        r.replica[-12:],
+        _short(r.replica),
         r.role if r.silent_s < SILENT_S else f"{r.role}, silent {r.silent_s:.0f} s",
         str(r.running),
         str(r.waiting),

@@ -66,10 +66,12 @@ def load_examples(files: Sequence[Path], max_length: int) -> list[Example]:
     """Read token JSON lines; answers of fewer than two tokens hold no anchor and are left out.
 
     Raises:
-        ConfigError: a line that lacks prompt_ids or response_ids.
+        ConfigError: no such file, or a line that lacks prompt_ids or response_ids.
     """
     examples: list[Example] = []
     for path in files:
+        if not path.is_file():
+            raise ConfigError(f"data.files: no file {path}; `dspark-ray regenerate` makes one")
         for number, line in enumerate(open_text(path), start=1):
             record = json.loads(line)
             try:

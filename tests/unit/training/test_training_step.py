@@ -166,6 +166,8 @@ def test_lines_without_answers_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [5, 6, 7]}) + '\n{"prompt": "x"}\n')
     with pytest.raises(Exception, match=r"data\.jsonl:2 has no prompt_ids"):
         load_examples([path], 100)
+    with pytest.raises(ConfigError, match=r"data\.files.*absent"):
+        load_examples([path.with_name("absent.jsonl")], 100)
 
 
 def test_cached_features_are_the_targets_own(target: Path, answers: Path, tmp_path: Path) -> None:
