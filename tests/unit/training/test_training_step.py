@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_training import load_target, run_config
 
+from dspark_ray.errors import ConfigError
 from dspark_ray.training.config import LossConfig, LossWeights, OptimizerConfig
 from dspark_ray.training.data import (
     Example,
@@ -164,7 +165,7 @@ def test_draft_vocabulary_is_the_most_frequent_answer_tokens() -> None:
 def test_lines_without_answers_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [5, 6, 7]}) + '\n{"prompt": "x"}\n')
-    with pytest.raises(Exception, match=r"data\.jsonl:2 has no prompt_ids"):
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2 has no prompt_ids"):
         load_examples([path], 100)
     with pytest.raises(ConfigError, match=r"data\.files.*absent"):
         load_examples([path.with_name("absent.jsonl")], 100)
