@@ -147,6 +147,9 @@ def _shape_request(
             _narrow(properties[name], bound)
     if prompt == "messages":
         properties["messages"]["minItems"] = 1
+        # Its other form, with an author, is of vLLM's Responses API: chat templates need a role.
+        items = properties["messages"]["items"]
+        items["anyOf"] = [form for form in items["anyOf"] if form["$ref"] != REF + "Message"]
     else:
         # A list of token ids is one prompt; the other lists are several.
         token, text = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}

@@ -118,7 +118,7 @@ def test_usage_tells_accepted_and_rejected_drafts(speculation: RunningApp, kind:
     assert answer.usage.completion_tokens == (48 if several else 24)
     assert counts.accepted_prediction_tokens + counts.rejected_prediction_tokens > 20 * (1 + several)
     assert 0 < counts.accepted_prediction_tokens < answer.usage.completion_tokens
-    if not several:  # vLLM's own figures, where it has any
+    if not several and not stream:  # vLLM's own figures; it loses a stream's when outputs are merged
         theirs = answer.metrics["speculative_decoding"]
         assert counts.accepted_prediction_tokens == theirs["num_accepted_draft_tokens"]
         assert (

@@ -1,6 +1,7 @@
 """The vLLM internals that the shim relies on: one readable line for each that changes."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,8 +72,10 @@ def test_the_runner_name_is_ours_only_while_the_device_starts(monkeypatch: pytes
 
     monkeypatch.setattr(vllm_cpu_worker.CPUWorker, "init_device", init_device)
     stock = vllm_cpu_worker.CPUModelRunner
+    worker = object.__new__(DSparkCPUWorker)
+    worker.parallel_config = SimpleNamespace(distributed_executor_backend="mp")
     with pytest.raises(RuntimeError, match="no device"):
-        DSparkCPUWorker.init_device(object.__new__(DSparkCPUWorker))
+        worker.init_device()
     assert built == [DSparkCPUModelRunner]
     assert vllm_cpu_worker.CPUModelRunner is stock
 

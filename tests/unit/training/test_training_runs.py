@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_training import VOCAB, greedy, load_target, random_prompts, run_config, write_answers
 
-from dspark_ray.decoding.calibration import CalibrationTable
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling
 from dspark_ray.drafter.checkpoint import save_drafter
 from dspark_ray.drafter.model import DSparkModel
 from dspark_ray.errors import ConfigError
@@ -140,7 +140,10 @@ def test_measures_and_calibration_of_real_rounds(target: Path, answers: Path, tm
     assert figures["tokens"] == emitted
     assert figures["accept_len"] == pytest.approx(emitted / figures["rounds"], abs=1e-4)
     assert figures["conditional_acceptance"][0] == pytest.approx((rounds.accept_len > 0).mean(), abs=1e-4)
-    everything, nothing = figures["thresholds"][0], measure(rounds, [1e-9] * 4)["thresholds"][-1]
+    everything, nothing = (
+        figures["thresholds"][0],
+        measure(rounds, Scaling([1e-9] * 4, [0.0] * 4))["thresholds"][-1],
+    )
     assert everything["verified"] == 4
     assert everything["accept_len"] == pytest.approx(1 + rounds.accept_len.mean(), abs=1e-4)
     assert nothing["verified"] < 4
