@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -74,10 +73,6 @@ class RunningApp:
     def all_stats(self, deployment: str) -> list[dict[str, Any]]:
         """Counters of every replica that runs."""
         return self._command({"do": "call_all", "deployment": deployment, "method": "stats"})
-
-    def kill_replica(self, deployment: str) -> None:
-        """End one replica's process as the kernel's out-of-memory killer would."""
-        os.kill(self.stats(deployment)["pid"], signal.SIGKILL)
 
     def _command(self, command: dict[str, Any]) -> Any:
         self._process.stdin.write(json.dumps(command) + "\n")

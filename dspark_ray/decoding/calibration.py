@@ -3,6 +3,7 @@
 Symbols: N rounds, γ draft positions. Everything is numpy; nothing draws random numbers or reads a clock.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -68,6 +69,22 @@ def survivals(logits: npt.ArrayLike, scaling: Scaling | None = None) -> FloatArr
     """a_k = Π_{i≤k} c_i: the chance that the first k drafts are all accepted. [..., γ]."""
     products: FloatArray = np.cumprod(confidences(logits, scaling), axis=-1, dtype=np.float64)
     return products
+
+
+def round_survivals(logits: Sequence[float], scaling: Scaling | None) -> list[float]:
+    """`survivals` of one round without arrays: on the token path small ones cost more than the sums.
+
+    Args:
+        logits: z_1..z_γ'.
+        scaling: None uses them as they are, as it does those past its end.
+    """
+    fitted = 0 if scaling is None else len(scaling.temperatures)
+    survival, result = 1.0, []
+    for k, z in enumerate(logits):
+        scaled = (z - scaling.offsets[k]) / scaling.temperatures[k] if scaling and k < fitted else z
+        survival *= 1 / (1 + math.exp(-max(-60.0, min(60.0, scaled))))
+        result.append(survival)
+    return result
 
 
 class ReliabilityBins(FrozenModel):

@@ -1,9 +1,8 @@
 """How often the drafter's confidence was right in one verifier, counted for the cluster scheduler."""
 
-import math
 from collections.abc import Sequence
 
-from dspark_ray.decoding.calibration import CalibrationTable, Scaling
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling, round_survivals
 from dspark_ray.protocol import CalibrationBins, RoundRecord
 
 BINS = 20
@@ -29,12 +28,8 @@ class CalibrationTally:
     def count(self, rounds: Sequence[RoundRecord]) -> None:
         """Take in some rounds."""
         for record in rounds:
-            scaling = self._scaling(record)
-            survival = 1.0
-            for k, (logit, temperature, offset) in enumerate(
-                zip(record.confidence_logits, *scaling, strict=True), start=1
-            ):
-                survival *= 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, (logit - offset) / temperature))))
+            predicted = round_survivals(record.confidence_logits, self._scaling(record))
+            for k, survival in enumerate(predicted, start=1):
                 bin_ = min(BINS - 1, int(survival * BINS))
                 self._counts[bin_] += 1
                 self._predicted[bin_] += survival
@@ -46,8 +41,8 @@ class CalibrationTally:
             return None
         return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
 
-    def _scaling(self, record: RoundRecord) -> Scaling:
-        count = len(record.confidence_logits)
-        table = self._calibration
-        fitted = table and table.scaling_for(record.exactness, record.temperature, count)
-        return fitted or Scaling([1.0] * count, [0.0] * count)
+    def _scaling(self, record: RoundRecord) -> Scaling | None:
+        if self._calibration is None:
+            return None
+        block_size = len(record.confidence_logits)
+        return self._calibration.scaling_for(record.exactness, record.temperature, block_size)

@@ -1,12 +1,11 @@
 """Whether to draft in this step, and how many of each request's drafts to verify."""
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark_ray.config import SchedulingConfig, VerifyMode
-from dspark_ray.decoding.calibration import CalibrationTable, Scaling
+from dspark_ray.decoding.calibration import CalibrationTable, Scaling, round_survivals
 from dspark_ray.decoding.prefix_scheduler import schedule, throughput_budget
 from dspark_ray.protocol import TargetControl
 from dspark_ray.target.step_profile import StepProfile
@@ -129,7 +128,9 @@ class VerifyPlanner:
             rows: requests with drafts; others do not count here but in `extra_tokens`.
             extra_tokens: other tokens in the next step: prefill, requests without drafts.
         """
-        survivals = [self._survivals(row) for row in rows]
+        survivals = [
+            round_survivals(row.confidence_logits, self._scaling_for(row.temperature)) for row in rows
+        ]
         rooms = [
             row.room if self._max_verify_len is None else min(row.room, self._max_verify_len) for row in rows
         ]
@@ -162,15 +163,6 @@ class VerifyPlanner:
         gain = max(_GAIN, 1 / self._rounds)
         self._accepted += gain * (accepted - self._accepted)
         self._verified += gain * (verified - self._verified)
-
-    def _survivals(self, row: DraftedRow) -> list[float]:
-        scaling = self._scaling_for(row.temperature)
-        survival, result = 1.0, []
-        for k, z in enumerate(row.confidence_logits):
-            scaled = (z - scaling.offsets[k]) / scaling.temperatures[k] if scaling else z
-            survival *= 1 / (1 + math.exp(-max(-60.0, min(60.0, scaled))))
-            result.append(survival)
-        return result
 
     def _scaling_for(self, temperature: float) -> Scaling | None:
         if self._calibration is None:

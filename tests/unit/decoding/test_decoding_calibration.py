@@ -14,6 +14,7 @@ from dspark_ray.decoding.calibration import (
     expected_calibration_error,
     fit_calibration,
     reliability_bins,
+    round_survivals,
     survivals,
     temperature_bucket,
 )
@@ -51,6 +52,12 @@ def test_survival_is_the_product_and_does_not_overflow():
     assert survivals([2.0, 3.0], Scaling([2.0, 1.0], [0.0, 1.0]))[1] == pytest.approx(
         confidences(1.0) * confidences(2.0)
     )
+
+
+def test_one_rounds_survivals_are_those_of_the_arrays():
+    logits, scaling = [3.0, -0.5, 1000.0], Scaling([2.0, 0.7, 1.0], [0.5, -0.2, 0.0])
+    for scaled in (None, scaling):
+        assert round_survivals(logits, scaled) == pytest.approx(survivals(logits, scaled).tolist())
 
 
 def test_sequential_scaling_finds_the_temperatures():
