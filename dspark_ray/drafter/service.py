@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import zmq
@@ -57,6 +57,8 @@ class _Call:
     request: DraftRequest
     items: list[DraftItem]
     overtaken: bool = False
+    finished: set[str] = field(default_factory=set)
+    """Its requests that ended while it waited: running it gives them slots that nobody will free."""
 
 
 class DrafterService:
@@ -171,6 +173,9 @@ class DrafterService:
         verifier = self._verifiers.setdefault(request.verifier, _Verifier(self._clock()))
         verifier.seen_s = self._clock()
         self._free(request.verifier, request.finished)
+        own = [waiting for waiting in self._queue if waiting.request.verifier == request.verifier]
+        for waiting in own:
+            waiting.finished.update(request.finished)
         if not request.entries:
             return  # only news of finished requests: nobody waits for a reply
         if len(self._queue) >= self._max_queued:
@@ -181,9 +186,8 @@ class DrafterService:
         except ProtocolError as error:
             self._refuse(peer, request.epoch, "malformed", str(error))
             return
-        for waiting in self._queue:
-            if waiting.request.verifier == request.verifier:
-                waiting.overtaken = True
+        for waiting in own:
+            waiting.overtaken = True
         self.counters.calls += 1
         self._queue.append(_Call(peer, request, items))
 
@@ -237,6 +241,8 @@ class DrafterService:
             items += [_feed_only(item) if call.overtaken else item for item in call.items]
         started = time.perf_counter()
         result = self._runner.draft(items)
+        for call in batch:
+            self._free(call.request.verifier, call.finished)
         answers = answers_of(result)
         compute_ms = (time.perf_counter() - started) * 1e3
         self._receive_all()  # who asks anew already has not waited for these answers
@@ -261,7 +267,7 @@ class DrafterService:
         self.counters.bytes_out += sum(map(len, frames))
         self._socket.send_multipart([peer, *frames])  # a ROUTER drops what nobody takes; it never blocks
 
-    def _free(self, verifier: str, keys: list[str]) -> None:
+    def _free(self, verifier: str, keys: Collection[str]) -> None:
         self._runner.free(f"{verifier}/{key}" for key in keys)
         self._verifiers[verifier].keys.difference_update(keys)
 

@@ -28,6 +28,8 @@ class CalibrationTally:
     def count(self, rounds: Sequence[RoundRecord]) -> None:
         """Take in some rounds."""
         for record in rounds:
+            if self._is_makeshift(record):
+                continue
             predicted = round_survivals(record.confidence_logits, self._scaling(record))
             for k, survival in enumerate(predicted, start=1):
                 bin_ = min(BINS - 1, int(survival * BINS))
@@ -40,6 +42,12 @@ class CalibrationTally:
         if not any(self._counts):
             return None
         return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
+
+    def _is_makeshift(self, record: RoundRecord) -> bool:
+        """Whether it was shorter than any block that was fitted: no fit claims to predict it."""
+        entries = self._calibration.entries if self._calibration is not None else []
+        fitted = {entry.block_size for entry in entries if entry.exactness == record.exactness}
+        return bool(fitted) and len(record.confidence_logits) not in fitted
 
     def _scaling(self, record: RoundRecord) -> Scaling | None:
         if self._calibration is None:

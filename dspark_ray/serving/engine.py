@@ -27,7 +27,7 @@ from dspark_ray.serving.engine_stats import EngineCounters, EngineStats
 from dspark_ray.serving.ports import free_port_range, peer_host
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest, RemotePrefill
 from dspark_ray.serving.replay import emitted_output, emitted_tokens, remaining_request
-from dspark_ray.serving.speculation import carry_refused_parameters
+from dspark_ray.serving.speculation import carries_refused_parameters, carry_refused_parameters
 from dspark_ray.target.handoff import HANDOFF_ENDPOINT_KEY, HANDOFF_KEY
 
 REQUEST_UUID_KEY = "dspark_request_uuid"
@@ -45,6 +45,10 @@ class DisaggregatedLLM(AsyncLLM):
 
     remote_prefill: RemotePrefill | None = None
 
+    @functools.cached_property
+    def _carries_refused_parameters(self) -> bool:
+        return carries_refused_parameters(self.vllm_config)
+
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
@@ -56,6 +60,8 @@ class DisaggregatedLLM(AsyncLLM):
         kwargs["arrival_time"] = kwargs.get("arrival_time") or time.time()
         params = params.clone()
         params.extra_args = {**(params.extra_args or {}), REQUEST_UUID_KEY: request_uuid}
+        if self._carries_refused_parameters:
+            carry_refused_parameters(params, self.model_config.get_vocab_size())
         prefilled = await self._prefill_elsewhere(request_uuid, prompt, params, kwargs)
         if prefilled is not None:
             params.extra_args["kv_transfer_params"] = prefilled.transfer
@@ -64,8 +70,6 @@ class DisaggregatedLLM(AsyncLLM):
                     HANDOFF_KEY: request_uuid,
                     HANDOFF_ENDPOINT_KEY: prefilled.feature_endpoint,
                 }
-        if self.vllm_config.speculative_config is not None:
-            carry_refused_parameters(params)
         # Shielded: cancelled between the engine's having the request and our having its queue, the request
         # would run on with nobody to abort it.
         adding = asyncio.ensure_future(super().add_request(request_id, prompt, params, *args, **kwargs))

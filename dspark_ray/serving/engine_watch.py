@@ -8,6 +8,8 @@ process at once is what everybody understands: callers see a dead replica, Serve
 import asyncio
 import logging
 import os
+import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -40,6 +42,7 @@ class EngineClient(Protocol):
 async def watch_engine(
     client: EngineClient,
     silence_s: float,
+    died: asyncio.Event | None = None,
     end: Callable[[str], None] | None = None,
     period_s: float = PERIOD_S,
 ) -> None:
@@ -50,21 +53,29 @@ async def watch_engine(
     Args:
         client: of the engine.
         silence_s: longest wait for an answer, which comes between two engine steps.
+        died: set by whoever learns first that `client.errored`; until the replica has ended, every request that
+            still finds it is lost once more.
         end: called once with the reason; ends this process and those below it by default.
         period_s: pause between two questions.
     """
+    told = asyncio.ensure_future((died or asyncio.Event()).wait())
     reason = None
     while reason is None:
-        await asyncio.sleep(period_s)
-        if client.output_processor.has_unfinished_requests():
+        await asyncio.wait({told}, timeout=period_s)
+        if not client.errored and client.output_processor.has_unfinished_requests():
             asking = asyncio.ensure_future(client.collective_rpc("check_health"))
-            done, _ = await asyncio.wait({asking}, timeout=silence_s)
-            if not done:
+            until = time.monotonic() + silence_s
+            # A question that is under way when the engine dies gets no answer of any kind.
+            while not (asking.done() or client.errored) and (left := until - time.monotonic()) > 0:
+                await asyncio.wait({asking, told}, timeout=min(period_s, left), return_when=FIRST_COMPLETED)
+            if not asking.done():
+                asking.cancel()
                 reason = f"its engine has not answered for {silence_s:g} s"
             elif (error := asking.exception()) is not None:
                 reason = f"its engine does not answer: {type(error).__name__}: {error}"
         if client.errored:
             reason = "its engine has died"
+    told.cancel()
     (end or end_process)(reason)
 
 

@@ -2,13 +2,15 @@
 
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dspark_ray.config import AppConfig, ModelConfig
 from dspark_ray.drafter.checkpoint import load_draft_config
 from dspark_ray.serving.model_folders import checkpoint_folder, target_folder
 from dspark_ray.sources import resolve_source
-from dspark_ray.target.options import engine_arguments, target_options
+from dspark_ray.target.options import engine_arguments, options_of, target_options
 from dspark_ray.target.slot_processors import LOGIT_BIAS_KEY, MIN_P_KEY
 
 
@@ -57,8 +59,31 @@ def _native_speculation(model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def carry_refused_parameters(params: SamplingParams) -> None:
-    """Move what vLLM refuses under speculation to where our worker reads it, for every slot alike."""
+def carries_refused_parameters(config: VllmConfig) -> bool:
+    """Whether the engine's worker applies at every slot what vLLM refuses under speculation.
+
+    vLLM's own rejection sampler, of `exactness: ratio` and `placement: native`, would leave it out of the drafts.
+    """
+    options = options_of(config)
+    return (
+        config.speculative_config is not None
+        and options.placement in ("remote", "colocated")
+        and options.exactness == "coupled"
+    )
+
+
+def carry_refused_parameters(params: SamplingParams, vocab_size: int) -> None:
+    """Move what vLLM refuses under speculation to where our worker reads it, for every slot alike.
+
+    Raises:
+        VLLMValidationError: a bias for a token that there is not, as vLLM itself says where it sees the bias.
+    """
+    if outside := [token for token in params.logit_bias or {} if not 0 <= token < vocab_size]:
+        raise VLLMValidationError(
+            f"logit_bias has token ids outside the vocabulary of {vocab_size}: {outside[:8]}",
+            parameter="logit_bias",
+            value=outside,
+        )
     extra = params.extra_args or {}
     if params.logit_bias:
         extra[LOGIT_BIAS_KEY] = [number for pair in params.logit_bias.items() for number in pair]

@@ -72,7 +72,10 @@ class VerifierServer(PDDecodeServer):
         self._settings = LiveSettings(config, model)
         self._target = target_identity(model)
         self._heartbeat_s = config.failover.silence_s / HEARTBEATS_PER_SILENCE
-        self._watch = asyncio.create_task(watch_engine(self.engine.client, config.failover.silence_s))
+        self._engine_died = asyncio.Event()
+        self._watch = asyncio.create_task(
+            watch_engine(self.engine.client, config.failover.silence_s, self._engine_died)
+        )
         self._start_reporting(model, config)
 
     def _use_prefill(self, model: ModelConfig) -> None:
@@ -148,6 +151,7 @@ class VerifierServer(PDDecodeServer):
                     part.startswith(ERROR_EVENT) if isinstance(part, str) else isinstance(part, ErrorResponse)
                 )
                 if failed and self.engine.client.errored:
+                    self._engine_died.set()
                     raise EngineDeadError
                 yield part
 

@@ -1,15 +1,19 @@
 """What the draft loop asks of a drafter, wherever it runs; and the drafter that runs in this very process."""
 
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from dspark_ray.drafter.runner import DraftItem, DraftRunner
 from dspark_ray.drafter.service import answers_of
+from dspark_ray.errors import ProtocolError
 from dspark_ray.protocol import DraftAnswer, DrafterRoute
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,13 @@ class ClientCounters:
     mismatched: int = 0
     """Of those, calls to a drafter of other weights or another version than this verifier's."""
     bad_replies: int = 0
-    """Replies that did not fit their call, and stale ones."""
+    """Replies that did not fit their call, stale ones, and failures of a drafter of one's own."""
     bytes_sent: int = 0
     bytes_received: int = 0
     draft_ms: float = 0.0
     """Sum of the time that drafters computed for the calls that were answered in time."""
     transport_ms: float = 0.0
     """Sum of the rest of the time that the step waited for them."""
-    by_drafter: dict[str, int] = field(default_factory=dict)
-    """Requests assigned now, by drafter."""
 
 
 class DrafterClient(Protocol):
@@ -84,15 +86,17 @@ class ColocatedDrafter:
         if not questions:
             return []
         started = time.perf_counter()
-        answers = answers_of(
-            self._runner.draft(
-                [
-                    DraftItem(q.key, q.base_position, q.features, q.anchor_token_id, q.draft_len, q.fresh)
-                    for q in questions
-                ]
-            )
-        )
         self.counters.calls += 1
+        items = [
+            DraftItem(q.key, q.base_position, q.features, q.anchor_token_id, q.draft_len, q.fresh)
+            for q in questions
+        ]
+        try:
+            answers = answers_of(self._runner.draft(items))
+        except (RuntimeError, ProtocolError):  # a GPU without memory left among them
+            logger.exception("the drafter failed; this step decodes without drafts")
+            self.counters.bad_replies += 1
+            return [None] * len(questions)
         self.counters.draft_ms += (time.perf_counter() - started) * 1e3
         return list(answers)
 

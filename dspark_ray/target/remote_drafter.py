@@ -154,6 +154,7 @@ class RemoteDrafters:
             return None
         if name is not None:
             self._links[name].keys.discard(key)
+            self._tell_finished(self._links[name], key)
             self._forgotten.add(key)
         name = min(
             usable, key=lambda n: (len(self._links[n].keys) + 1) / max(self._links[n].route.weight, 1e-3)
@@ -166,9 +167,13 @@ class RemoteDrafters:
         self._forgotten.discard(key)
         if (name := self._owner.pop(key, None)) is not None and name in self._links:
             self._links[name].keys.discard(key)
-            finished = self._links[name].finished
-            finished.append(key)
-            del finished[:-_FINISHED_HELD]  # a drafter that stays away expires its slots by itself
+            self._tell_finished(self._links[name], key)
+
+    @staticmethod
+    def _tell_finished(link: _Link, key: str) -> None:
+        """With the next call, if it is there again: a drafter does not expire the slots of who still calls."""
+        link.finished.append(key)
+        del link.finished[:-_FINISHED_HELD]
 
     def _abandon(self, link: _Link) -> None:
         """Take all requests away from a drafter."""
@@ -260,7 +265,11 @@ class RemoteDrafters:
                     self._down(link, f"refuses: {reply.reason}: {reply.detail}")
                 return ([], 0.0) if reply.epoch in (self._epoch, 0) else None
             if sent_at is not None:
-                link.deadline.observe(time.monotonic() - sent_at)
+                took_s = time.monotonic() - sent_at
+                if reply.epoch != self._epoch:
+                    # It lay here until this call; when it came is not known, but it was late.
+                    took_s = min(took_s, max(2 * link.deadline.seconds, reply.compute_ms / 1e3))
+                link.deadline.observe(took_s)
                 link.misses, link.retry_at, link.trouble = 0, 0.0, ""
             if reply.epoch != self._epoch:
                 self.counters.bad_replies += 1

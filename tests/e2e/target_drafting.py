@@ -490,6 +490,18 @@ def prefill_offers(checkpoint):
     return {"errors": errors, "handoffs": report["handoffs"], "lengths": [len(text) for text in texts]}
 
 
+def unseeded(count):
+    from vllm import SamplingParams
+
+    return [SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True) for _ in range(count)]
+
+
+def scored(count):
+    from vllm import SamplingParams
+
+    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0) for _ in range(count)]
+
+
 def tensor_parallel(checkpoint, ranks=3):
     """Three ranks, of which the first drafts; greedy and seeded text as with one rank and no speculation."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # read when vllm is imported
@@ -502,8 +514,19 @@ def tensor_parallel(checkpoint, ranks=3):
     got = ids(generate(engine, texts, params))
     reports = engine.collective_rpc("dspark_stats")
     shim = msgspec.msgpack.decode(reports[0])["shim"]
+    # Each rank samples for itself: ranks that draw differently read different tokens, and say nonsense.
+    said = [
+        prompt + text
+        for prompt, text in zip(texts, ids(generate(engine, texts, unseeded(4))), strict=True)
+    ]
+    logprobs = [
+        list(position.values())[0].logprob
+        for prompt, output in zip(texts, generate(engine, said, scored(4)), strict=True)
+        for position in output.prompt_logprobs[len(prompt) :]
+    ]
     engine.llm_engine.engine_core.shutdown()
     return {
+        "mean_logprob": sum(logprobs) / len(logprobs),
         "same": [a == b for a, b in zip(expected, got, strict=True)], "accepted": shim["tokens_accepted"],
         "talking": [report is not None for report in reports],
     }  # fmt: skip

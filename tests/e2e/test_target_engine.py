@@ -123,6 +123,7 @@ def test_tensor_parallel_ranks_agree(drafter: Path):
     """Three ranks (the model has three key/value heads); only the first one drafts."""
     result = in_engine_process("target_drafting:tensor_parallel", checkpoint=str(drafter))
     assert all(result["same"])
+    assert result["mean_logprob"] > -2.5
     assert result["talking"] == [True, False, False]
 
 

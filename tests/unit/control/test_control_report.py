@@ -215,7 +215,11 @@ def test_drift_is_measured_with_the_temperatures_in_use() -> None:
         temperatures=[-4.0 / math.log(3.0)],
         offsets=[],
     )
-    assert drift(CalibrationTable.model_construct(entries=[fitted])) < 0.02
+    table = CalibrationTable.model_construct(entries=[fitted])
+    assert drift(table) < 0.02
+    tally = CalibrationTally(table)
+    tally.count([RoundRecord((4.0, 4.0), 2, 0, 0.0)] * 9)  # of another block size: the fit says nothing of it
+    assert tally.bins() is None
 
 
 def calibration(temperature: float) -> Calibration:

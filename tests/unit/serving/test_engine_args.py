@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.serve.llm import LLMConfig
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
 from dspark_ray.errors import ConfigError
 from dspark_ray.serving import engine_args
 from dspark_ray.serving.engine_args import core_binding
+from dspark_ray.serving.speculation import carries_refused_parameters, carry_refused_parameters
 
 
 @pytest.fixture
@@ -139,3 +143,33 @@ def test_gpu_engines_draft_with_the_runner_that_the_shim_extends_or_with_vllms_o
     kwargs = llm_config(native, native.verifier, disaggregated=False).engine_kwargs
     assert kwargs["speculative_config"]["method"] == "dspark"
     assert "worker_cls" not in kwargs
+
+
+@pytest.mark.parametrize(
+    ("shim", "speculates", "carried"),
+    [
+        ({"placement": "remote"}, True, True),
+        ({"placement": "remote", "exactness": "ratio"}, True, False),
+        ({}, True, False),  # native: vLLM's own worker
+        ({}, False, False),
+    ],
+)
+def test_biases_travel_only_where_our_sampler_applies_them_at_every_slot(
+    shim: dict, speculates: bool, carried: bool
+) -> None:
+    """Else vLLM refuses them, instead of leaving them out of the drafts in silence."""
+    shim = shim | ({"checkpoint": "/c"} if shim else {})
+    config = SimpleNamespace(
+        additional_config={"dspark": shim}, speculative_config=object() if speculates else None
+    )
+    assert carries_refused_parameters(config) is carried
+
+
+def test_a_bias_for_no_token_is_refused_by_name() -> None:
+    params = SamplingParams(logit_bias={3: 1.0, 999: 2.0}, min_p=0.1)
+    with pytest.raises(VLLMValidationError, match="999"):
+        carry_refused_parameters(params, 100)
+    assert params.min_p == 0.1
+    carry_refused_parameters(params, 1000)
+    assert params.extra_args == {"dspark_logit_bias": [3, 1.0, 999, 2.0], "dspark_min_p": 0.1}
+    assert not params.logit_bias

@@ -198,7 +198,7 @@ class Engine:
 async def test_a_replica_ends_itself_when_its_engine_is_gone(end: Any) -> None:
     engine, reasons = Engine(), []
     engine.answers += [end]
-    watch = asyncio.create_task(watch_engine(engine, 0.2, reasons.append, period_s=0.01))
+    watch = asyncio.create_task(watch_engine(engine, 0.2, end=reasons.append, period_s=0.01))
     await asyncio.sleep(0.1)
     assert len(engine.answers) == 3, "an idle engine is not asked"
     engine.busy = True
@@ -210,5 +210,23 @@ async def test_a_replica_ends_itself_when_its_engine_is_gone(end: Any) -> None:
 async def test_an_idle_engine_that_dies_is_noticed() -> None:
     engine, reasons = Engine(), []
     engine.errored = True
-    await watch_engine(engine, 60, reasons.append, period_s=0.01)
+    await watch_engine(engine, 60, end=reasons.append, period_s=0.01)
+    assert reasons == ["its engine has died"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_engine_that_dies_while_it_is_asked_is_noticed_at_once(told: bool) -> None:
+    """The question gets no answer then; until the replica has ended, it attracts requests and loses them."""
+    engine, reasons, died = Engine(), [], asyncio.Event()
+    engine.answers, engine.busy = [HANG], True
+    period_s = 30 if told else 0.05
+    watch = asyncio.create_task(watch_engine(engine, 60, died, reasons.append, period_s))
+    if told:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
+    engine.errored = True
+    if told:
+        died.set()
+    async with asyncio.timeout(2):
+        await watch
     assert reasons == ["its engine has died"]

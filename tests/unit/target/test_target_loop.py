@@ -11,7 +11,7 @@ from dspark_ray.config import SchedulingConfig
 from dspark_ray.protocol import DraftAnswer, TargetControl
 from dspark_ray.target.context import RequestContexts, StartedRequest, StepRow
 from dspark_ray.target.draft_loop import DraftLoop
-from dspark_ray.target.drafter_client import ColocatedDrafter
+from dspark_ray.target.drafter_client import ColocatedDrafter, DraftQuestion
 from dspark_ray.target.stats import ShimStats
 from dspark_ray.target.step_profile import StepProfile
 from dspark_ray.target.verify import VerifyPlanner
@@ -35,6 +35,20 @@ class Flaky(ColocatedDrafter):
             self._runner = tiny_runner(MODEL, window=WINDOW, slots=self._slots)
         answers = super().draft(questions, finished)
         return [None] * len(questions) if fate > 0.9 else answers
+
+
+def test_a_drafter_of_ones_own_that_fails_costs_its_drafts_only():
+    class Failing:
+        def free(self, keys):
+            pass
+
+        def draft(self, items):
+            raise torch.OutOfMemoryError("no memory left")
+
+    client = ColocatedDrafter(Failing())
+    question = DraftQuestion("r", 0, torch.randn(2, WIDTH).bfloat16(), 7, BLOCK, fresh=True)
+    assert client.draft([question, question], []) == [None, None]
+    assert client.counters.bad_replies == 1
 
 
 def loop_over(client, *, mode="fixed_len", refeed_rows=64, profile=None) -> DraftLoop:

@@ -156,6 +156,27 @@ def test_a_drafter_that_leaves_the_pool_holds_nothing_back():
         assert staying.slow.slots_in_use == 4
 
 
+def test_a_drafter_that_was_left_alone_for_a_while_keeps_no_slot_of_who_has_moved():
+    with (
+        service() as hanging,
+        service() as other,
+        client(hanging, other, deadline_ms=150.0) as pool,
+    ):
+        connected(pool, hanging, other)
+        questions = [question(key) for key in "abcd"]
+        until_answered(pool, questions)
+        assert hanging.slow.slots_in_use == 2
+        hanging.slow.delay_s = 0.6
+        assert _soon(lambda: all(pool.draft(questions, [])))  # they have moved
+        assert len(pool.forgotten()) == 2
+        hanging.slow.delay_s = 0.0
+        # Others keep it in use, so its slots are not those of a silent verifier.
+        late, calls = [question(f"late{n}") for n in range(4)], hanging.counters.calls
+        assert _soon(lambda: all(pool.draft(late, [])) and hanging.counters.calls > calls)
+        pool.draft([], [q.key for q in [*questions, *late]])
+        assert _soon(lambda: hanging.slow.slots_in_use == other.slow.slots_in_use == 0)
+
+
 def test_a_restarted_drafter_says_what_it_misses():
     with client() as pool:
         with service() as first:
@@ -202,6 +223,38 @@ def test_a_call_that_a_newer_one_has_overtaken_only_feeds_its_context():
         assert busy.counters.late == 1
         (answer,) = until_answered(pool, [question("r", 1, base_position=7, fresh=False)])
         assert answer.missing_from is None
+
+
+def test_a_request_that_ended_while_its_call_waited_keeps_no_slot():
+    with service() as busy, client(busy, deadline_ms=80.0) as pool, client(busy, verifier="w") as other:
+        until_answered(pool, [question("warm")])
+        until_answered(other, [question("x")])
+        pool.draft([], ["warm"])
+        busy.slow.delay_s = 0.5
+        blocker = threading.Thread(target=other.draft, args=([question("x")], []))
+        blocker.start()
+        time.sleep(0.1)
+        assert pool.draft([question("r")], []) == [None]  # it waits behind the other verifier's
+        pool.draft([], ["r"])
+        blocker.join()
+        busy.slow.delay_s = 0.0
+        assert _soon(lambda: busy.counters.queued == 0 and not busy.slow.drafting)
+        assert busy.slow.slots_in_use == 1
+
+
+def test_a_reply_that_lay_unread_does_not_stretch_the_deadline():
+    """One that missed its deadline by little, before a pause of the engine: it was not under way all that time."""
+    with service() as slow, client(slow, deadline_ms=None) as pool:
+        for _ in range(20):
+            until_answered(pool, [question("r")])
+        (link,) = pool._links.values()
+        before = link.deadline.seconds
+        slow.slow.delay_s = before + 0.1
+        assert pool.draft([question("r")], []) == [None]
+        slow.slow.delay_s = 0.0
+        time.sleep(before + 2.0)
+        pool.draft([question("r")], [])
+        assert link.deadline.seconds < 0.5
 
 
 def test_an_answer_that_its_verifier_has_gone_on_without_is_counted():
