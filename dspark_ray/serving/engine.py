@@ -13,6 +13,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.util.placement_group import PlacementGroup
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -87,7 +88,25 @@ class DisaggregatedLLM(AsyncLLM):
     async def _add_request(
         self, request: EngineCoreRequest, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """Register a request as vLLM does; one whose answer has begun elsewhere goes on from there."""
+        """Register a request as vLLM does, and forget it if it does not reach the engine.
+
+        Raises:
+            VLLMValidationError: it has an integer that no message to the engine can carry.
+        """
+        try:
+            await self._register(request, prompt, parent_req, index, queue)
+        except Exception as error:
+            # vLLM would keep it for ever among those that it waits for.
+            names = [request.request_id] + ([] if parent_req is None else [parent_req.request_id])
+            self.output_processor.abort_requests(names, internal=True)
+            if isinstance(error, OverflowError):
+                raise VLLMValidationError("An integer in the request is out of range.") from None
+            raise
+
+    async def _register(
+        self, request: EngineCoreRequest, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """Add a request; one whose answer has begun elsewhere goes on from there."""
         emitted = emitted_tokens(request.sampling_params)
         states = self.output_processor.request_states
         if not emitted:

@@ -276,8 +276,10 @@ class DSparkRunnerMixin:
 
 
 def _without_drawing() -> Any:
-    """Around what one rank builds alone: its modules draw first weights, and the ranks of a tensor-parallel group
-    sample alike only as long as their generators are equal."""
+    """Around what one rank builds alone: modules draw first weights.
+
+    The ranks of a tensor-parallel group sample alike only as long as their generators are equal.
+    """
     return torch.random.fork_rng(devices=[])
 
 

@@ -516,11 +516,10 @@ def tensor_parallel(checkpoint, ranks=3):
     shim = msgspec.msgpack.decode(reports[0])["shim"]
     # Each rank samples for itself: ranks that draw differently read different tokens, and say nonsense.
     said = [
-        prompt + text
-        for prompt, text in zip(texts, ids(generate(engine, texts, unseeded(4))), strict=True)
+        prompt + text for prompt, text in zip(texts, ids(generate(engine, texts, unseeded(4))), strict=True)
     ]
     logprobs = [
-        list(position.values())[0].logprob
+        next(iter(position.values())).logprob
         for prompt, output in zip(texts, generate(engine, said, scored(4)), strict=True)
         for position in output.prompt_logprobs[len(prompt) :]
     ]

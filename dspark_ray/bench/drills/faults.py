@@ -78,11 +78,13 @@ def lose(
     """
 
     def inject(deployment: Deployment, _traffic: Traffic, _known: Sequence[Case]) -> Fault:
-        victim = deployment.processes(kind, below)[0]
+        running = deployment.processes(kind, below)
+        victim = running[0]
         victim.send_signal(sig)
 
         def recovered() -> bool:
-            return (resumes or _gone(victim)) and works(deployment)
+            replaced = _gone(victim) and len(deployment.processes(kind, below)) >= len(running)
+            return (resumes or replaced) and works(deployment)
 
         heal = (lambda: victim.send_signal(signal.SIGCONT)) if resumes else None
         return Fault(recovered, heal, HANG_S if resumes else 0.0)

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.datastructures import State
+from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.api_server import init_app_state
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -206,3 +208,25 @@ async def test_wherever_an_engine_dies_the_client_reads_what_one_engine_would_ha
         chain = await verifiers(deaths, prompt_len)
         assert await read(chain, fields) == expected, deaths
         assert [one.core.draws for one in chain] == [[sum(deaths[:number])] for number in range(len(deaths))]
+
+
+async def test_a_request_that_no_message_can_carry_is_forgotten(
+    verifiers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a top_k of 2**70: what stays behind keeps the engine from ever being idle."""
+    (one,) = await verifiers([None], 3)
+
+    async def overflow(_: EngineCoreRequest) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(one.core, "add_request_async", overflow)
+    processor = one.client.output_processor
+    processor.abort_requests(list(processor.request_states), internal=True)  # of other tests' dead engines
+    for n in (1, 2):
+        with pytest.raises(VLLMValidationError, match="out of range"):
+            async for _ in one.client.generate(
+                {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, n=n), f"r{n}"
+            ):
+                pass
+        assert not processor.has_unfinished_requests()
+        assert not processor.parent_requests
