@@ -210,7 +210,7 @@ bench_server() {
     local name=$1 port=$2
     shift 2
     say "vLLM's own server, $name, on port $port (log: $results/$name.log)"
-    env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" VLLM_CPU_OMP_THREADS_BIND=0,1 KMP_BLOCKTIME=1 HF_HUB_OFFLINE=1 \
+    env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" VLLM_CPU_OMP_THREADS_BIND=0,1 KMP_BLOCKTIME=100us HF_HUB_OFFLINE=1 \
         LD_PRELOAD="$venv/lib/libiomp5.so" setsid "$python" -m vllm.entrypoints.openai.api_server \
         --model "$("$python" -c 'from dspark_ray.sources import demo_folder; print(demo_folder())')" \
         --served-model-name smollm2 --host 127.0.0.1 --port "$port" --enforce-eager --max-num-seqs 64 \

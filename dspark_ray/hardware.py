@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+BLOCKTIME = "100us"
+"""How long OpenMP's threads spin for the next piece of work before they sleep."""
 # x86-64 (AVX-512, AMX) and ARMv8.6 name their bf16 dot products so.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 
@@ -30,7 +32,8 @@ def bf16_in_cpuinfo(text: str) -> bool:
 
 def openmp_env() -> dict[str, str]:
     """Environment with Intel's OpenMP, where this Python environment has it; it takes effect at a process's start."""
-    # Threads that spin while they wait would take the cores of the engines beside this one.
-    env = {"KMP_BLOCKTIME": "1"}
+    # Threads that spin while they wait take the cores of the engines beside this one: a verifier's are still
+    # spinning when its drafter begins, and the other way round. Long enough to get from one layer to the next.
+    env = {"KMP_BLOCKTIME": BLOCKTIME}
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return env | {"LD_PRELOAD": str(library)} if library.is_file() else env

@@ -38,9 +38,8 @@ class Child:
             **openmp_env(),
         }  # fmt: skip
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
-        threads = 1 if role == "drafter" else arguments["threads"]
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
+        if arguments["threads"]:
+            environment["OMP_NUM_THREADS"] = str(arguments["threads"])
         command = [sys.executable, "-m", "dspark_ray.bench.decode_child", role, json.dumps(arguments)]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -166,7 +165,9 @@ def _summary(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[st
 @click.option("--methods", default=",".join(METHODS), show_default=True)
 @click.option("--tokens", default=64, show_default=True, help="Generated for each request.")
 @click.option("--rounds", default=4, show_default=True, help="Batches of each size.")
-@click.option("--threads", default=0, show_default=True, help="Threads of each engine; 0 takes all cores.")
+@click.option(
+    "--threads", default=0, show_default=True, help="Threads of each engine and drafter; 0: all cores."
+)
 def main(
     drafter: Path, target: str, streams: str, methods: str, tokens: int, rounds: int, **settings: Any
 ) -> None:

@@ -24,7 +24,6 @@ _NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 def serve_drafter(arguments: dict[str, Any]) -> None:
     """Bind a service and keep it until the parent goes."""
-    torch.set_num_threads(1)
     checkpoint, target = Path(arguments["drafter"]), Path(arguments["target"])
     dtype = getattr(torch, arguments["dtype"])
     model = load_drafter(checkpoint, target=target, dtype=dtype)
