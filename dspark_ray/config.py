@@ -335,7 +335,7 @@ class SecurityConfig(FrozenModel):
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     """Largest request body."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Largest max_tokens of a request, and its value where a request names none; no bound when unset."""
+    """Largest max_tokens of a request, and the longest answer where a request names none; no bound when unset."""
     max_n: int = Field(default=16, ge=1)
     """Largest n of a request."""
     max_prompts: int = Field(default=64, ge=1)
