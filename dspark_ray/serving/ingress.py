@@ -73,7 +73,10 @@ class OpenAiIngress:
         self._scheduler = ensure_cluster_scheduler(config.control, config.telemetry)
         self._reporting = report_ingress(config, self._in_hand)
         if self._scheduler is not None:
-            self._reporting.append(asyncio.create_task(watch_cluster_scheduler(self._scheduler)))
+            watch = watch_cluster_scheduler(
+                self._scheduler, lambda: self._settings.control, self._config.telemetry
+            )
+            self._reporting.append(asyncio.create_task(watch))
         self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
 
     async def reconfigure(self, user_config: Any) -> None:
