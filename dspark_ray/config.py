@@ -116,7 +116,7 @@ class TargetConfig(FrozenModel):
     pipeline_parallel_size: int = Field(default=1, ge=1)
     """Pipeline stages; more than 1 is refused together with a drafter."""
     data_parallel_size: int = Field(default=1, ge=1)
-    """Engines a replica group runs; each is its own verifier."""
+    """Engines a replica group runs; each is its own verifier. More than 1 needs a fixed number of groups."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """KV cache of one CPU engine, in GiB (GPUs: gpu_memory_utilization under engine)."""
     engine: dict[str, Any] = Field(default_factory=dict)
@@ -199,6 +199,12 @@ class ModelConfig(FrozenModel):
                 "target.pipeline_parallel_size > 1 cannot be combined with a drafter (taps use stage-local "
                 "layers): set drafter.placement to none, or use tensor_parallel_size"
             )
+        for name, role in (("verifier", self.verifier), ("prefill", self.prefill)):
+            if self.target.data_parallel_size > 1 and role.autoscaling is not None:
+                raise ValueError(
+                    f"{name}.autoscaling cannot be combined with target.data_parallel_size > 1 (Serve starts and "
+                    f"stops whole groups, and the application's policy counts replicas): set {name}.replicas"
+                )
         if self.drafter.placement == "native" and self.verifier.gpus == 0:
             raise ValueError(
                 "drafter.placement native is vLLM's own GPU method: set verifier.gpus, or use remote"
@@ -335,7 +341,7 @@ class SecurityConfig(FrozenModel):
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     """Largest request body."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Largest max_tokens of a request, and its value where a request names none; no bound when unset."""
+    """Largest max_tokens of a request, and the longest answer where a request names none; no bound when unset."""
     max_n: int = Field(default=16, ge=1)
     """Largest n of a request."""
     max_prompts: int = Field(default=64, ge=1)

@@ -86,7 +86,11 @@ def summarise(members: Sequence[Member]) -> RoleTelemetry:
 
 
 def size_model(
-    model: str, roles: Mapping[Role, RoleSize], targets: AutoscalingTargets, tau_max: float | None
+    model: str,
+    roles: Mapping[Role, RoleSize],
+    targets: AutoscalingTargets,
+    tau_max: float | None,
+    fixed_verifier: RoleTelemetry | None = None,
 ) -> dict[Role, SizingDecision]:
     """Size the autoscaled roles of one model together.
 
@@ -95,6 +99,7 @@ def size_model(
         roles: the deployments that may be scaled; the others are absent.
         targets: what to aim at.
         tau_max: up to where raising tau relieves a verifier; None where tau does not follow load.
+        fixed_verifier: what the verifiers report where they are not in `roles`; None while they are silent.
 
     Returns:
         A decision with its reason for each of `roles`.
@@ -103,20 +108,35 @@ def size_model(
     verifier = roles.get("verifier")
     if verifier is not None:
         wishes["verifier"] = _size_verifiers(verifier, targets, tau_max)
-    busy = verifier is not None and max(verifier.serve_requests, verifier.telemetry.requests) > 0
+    seen = (fixed_verifier or RoleTelemetry()) if verifier is None else verifier.telemetry
+    busy = _is_busy(verifier, seen)
     if "prefill" in roles:
         wishes["prefill"] = _size_prefill(roles["prefill"], busy, targets)
     if "drafter" in roles:
-        coming, late = 0.0, roles["drafter"].telemetry.miss_share
+        coming = 0.0
         if verifier is not None:
             added = wishes["verifier"][0] - verifier.target
-            coming = min(verifier.telemetry.waiting, max(0.0, added * verifier.telemetry.seats))
-            late = max(late, verifier.telemetry.miss_share)  # it is the verifiers that wait
+            coming = min(seen.waiting, max(0.0, added * seen.seats))
+        # It is the verifiers that wait.
+        late = max(roles["drafter"].telemetry.miss_share, seen.miss_share)
         wishes["drafter"] = _size_drafters(roles["drafter"], busy, coming, late, targets)
     return {
         role: SizingDecision(model, role, roles[role].target, wanted, reason)
         for role, (wanted, reason) in wishes.items()
     }
+
+
+def _is_busy(verifier: RoleSize | None, seen: RoleTelemetry) -> bool | None:
+    """Whether the verifiers have requests; None while nobody says.
+
+    Args:
+        verifier: as the autoscaler finds them; None where they are not autoscaled.
+        seen: what they report.
+    """
+    if seen.requests > 0 or (verifier is not None and verifier.serve_requests > 0):
+        return True
+    scaled_to_zero = verifier is not None and verifier.target == 0
+    return False if seen.reporting > 0 or scaled_to_zero else None
 
 
 def _replicas(demand: float, target: int, margin: float) -> int:
@@ -169,7 +189,7 @@ def _latency_trouble(now: RoleTelemetry, targets: AutoscalingTargets) -> str:
     return ""
 
 
-def _size_prefill(size: RoleSize, busy: bool, targets: AutoscalingTargets) -> tuple[int, str]:
+def _size_prefill(size: RoleSize, busy: bool | None, targets: AutoscalingTargets) -> tuple[int, str]:
     now = size.telemetry
     prompts = max(size.serve_requests, now.requests)
     if size.target == 0:
@@ -177,7 +197,9 @@ def _size_prefill(size: RoleSize, busy: bool, targets: AutoscalingTargets) -> tu
     if now.reporting == 0:
         return _size_blindly(size, targets)
     if prompts == 0:
-        return (1, "no prompts, but requests at the verifiers") if busy else (0, "idle")
+        if busy is False:
+            return 0, "idle"
+        return 1, "no prompts, but requests at the verifiers" if busy else "no prompts, verifiers unknown"
     wanted = _replicas(prompts / targets.prefill_requests_per_replica, size.target, targets.downscale_margin)
     reason = f"{prompts:.0f} prompts"
     if now.ttft_s > targets.target_ttft_s and now.waiting > 0 and wanted <= size.target:
@@ -187,13 +209,13 @@ def _size_prefill(size: RoleSize, busy: bool, targets: AutoscalingTargets) -> tu
 
 
 def _size_drafters(
-    size: RoleSize, busy: bool, coming: float, late: float, targets: AutoscalingTargets
+    size: RoleSize, busy: bool | None, coming: float, late: float, targets: AutoscalingTargets
 ) -> tuple[int, str]:
     now = size.telemetry
-    if not busy and now.slots_used == 0:
+    if busy is False and now.slots_used == 0:
         return 0, "idle"
     if size.target == 0:
-        return 1, "requests at the verifiers"
+        return (0, "verifiers unknown: unchanged") if busy is None else (1, "requests at the verifiers")
     if now.reporting == 0 or now.slots == 0:
         return size.target, "no telemetry: unchanged"
     demand = (now.slots_used + coming) / (targets.drafter_slot_share * now.slots)

@@ -33,8 +33,9 @@ def check_request(body: Any, principal: Principal, security: SecurityConfig) -> 
     """Hold a validated chat or completion request against the key's models and the deployment's bounds.
 
     Args:
-        body: the parsed request object; fields it lacks are not checked. Where ``security.max_output_tokens``
-            is set and the request names no limit of its own, it gets that one.
+        body: the parsed request object; fields it lacks are not checked. A completion's default length is
+            brought within ``security.max_output_tokens``. A request without any limit stays so, since vLLM would
+            want room for all of one that it is given: its engine ends the answer (`engine_args.engine_kwargs`).
         principal: who asks.
         security: the bounds.
 
@@ -69,10 +70,9 @@ def _bound_output(body: Any, fields: Mapping[str, Any], bound: int) -> None:
     named = [name for name in OUTPUT_LIMITS if fields.get(name) is not None and name in said]
     for name in named:
         _at_most(fields[name], bound, name)
-    if not named:
-        name = next(name for name in OUTPUT_LIMITS if name in fields)
-        default = fields[name]  # OpenAI's: 16 for completions, none for chats
-        setattr(body, name, bound if default is None else min(default, bound))
+    # OpenAI's default: 16 for completions, none for chats.
+    if not named and (default := fields.get("max_tokens")) is not None:
+        body.max_tokens = min(default, bound)
 
 
 def _at_most(value: int | None, bound: int, param: str) -> None:

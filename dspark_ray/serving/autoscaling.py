@@ -70,7 +70,9 @@ class RoleSizer:
         decisions: dict[str, SizingDecision] = {}
         for model, ids in models.items():
             sizes = {role: _size(contexts[i], telemetry.get(i.name)) for role, i in ids.items()}
-            for role, decision in size_model(model, sizes, self._targets, self._tau_max).items():
+            # Serve has no context for deployments of a fixed size.
+            verifiers = telemetry.get(f"Verifier:{model}")
+            for role, decision in size_model(model, sizes, self._targets, self._tau_max, verifiers).items():
                 wanted[ids[role]] = decision.wanted
                 decisions[ids[role].name] = decision
         self.decisions = decisions

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -66,24 +66,46 @@ def ensure_cluster_scheduler(control: ControlConfig, telemetry: TelemetryConfig)
         num_cpus=0,
         get_if_exists=True,
     )
-    handle = actor.remote(control.model_dump(), telemetry.model_dump(), url)
-    handle.configure.remote(control.model_dump())
+    settings = _plain_settings(control, telemetry)
+    handle = actor.remote(*settings)
+    handle.configure.remote(*settings)
     return handle
 
 
-async def watch_cluster_scheduler(scheduler: ActorHandle) -> None:
-    """Have a scheduler that hangs killed, for as long as this task runs; Ray starts it anew on the same handle."""
+def _plain_settings(
+    control: ControlConfig, telemetry: TelemetryConfig
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What a `ClusterScheduler` is started and configured with."""
+    return control.model_dump(), telemetry.model_dump(), os.environ[telemetry.redis_url_env]
+
+
+async def watch_cluster_scheduler(
+    scheduler: ActorHandle, control: Callable[[], ControlConfig], telemetry: TelemetryConfig
+) -> None:
+    """Have a scheduler that hangs killed, for as long as this task runs; Ray starts it anew on the same handle.
+
+    Ray gives a new instance what the first one was started with, which may be long out of date: it is told again.
+
+    Args:
+        scheduler: from `ensure_cluster_scheduler`.
+        control: the bounds in force.
+        telemetry: where samples and policies are.
+    """
+    known_owner = None
     while True:
         await asyncio.sleep(WATCH_PERIOD_S)
         try:
-            silent_s = await asyncio.wait_for(scheduler.silent_s.remote(), HANG_AFTER_S)
+            owner, silent_s = await asyncio.wait_for(scheduler.alive.remote(), HANG_AFTER_S)
         except TimeoutError:
-            silent_s = HANG_AFTER_S
+            owner, silent_s = known_owner, HANG_AFTER_S
         except ray.exceptions.RayError:
             continue  # it is restarting
         if silent_s >= HANG_AFTER_S:
             logger.warning("the cluster scheduler hangs and is started anew")
             ray.kill(scheduler, no_restart=False)
+        elif owner != known_owner:
+            scheduler.configure.remote(*_plain_settings(control(), telemetry))
+            known_owner = owner
 
 
 class ClusterScheduler:
@@ -97,16 +119,9 @@ class ClusterScheduler:
 
     def __init__(self, control: dict[str, Any], telemetry: dict[str, Any], redis_url: str) -> None:
         """Starts ticking at once."""
-        self._control = ControlConfig.model_validate(control)
-        self._telemetry = TelemetryConfig.model_validate(telemetry)
-        self._store = TelemetryStore(redis_url, self._telemetry, self._control)
         self._owner = uuid.uuid4().hex
-        self._brain = ClusterBrain(self._control, self._telemetry.sample_lifetime_s)
-        self._ruler = Ruler(self._store, self._brain, self._owner, time.monotonic)
-        self._backoff = Backoff(
-            self._control.tick_interval_s,
-            self._telemetry.backoff_max_s,
-            random.Random(),  # noqa: S311
+        self._rule_at(
+            ControlConfig.model_validate(control), TelemetryConfig.model_validate(telemetry), redis_url
         )
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -122,12 +137,31 @@ class ClusterScheduler:
         self._thread = threading.Thread(target=self._run, name="dspark-scheduler", daemon=True)
         self._thread.start()
 
+    def _rule_at(self, control: ControlConfig, telemetry: TelemetryConfig, redis_url: str) -> None:
+        """Begin with nothing known."""
+        self._control, self._telemetry, self._redis_url = control, telemetry, redis_url
+        self._store = TelemetryStore(redis_url, telemetry, control)
+        self._brain = ClusterBrain(control, telemetry.sample_lifetime_s)
+        self._ruler = Ruler(self._store, self._brain, self._owner, time.monotonic)
+        self._backoff = Backoff(
+            control.tick_interval_s,
+            telemetry.backoff_max_s,
+            random.Random(),  # noqa: S311
+        )
+
     # --- what others may ask
 
-    def configure(self, control: dict[str, Any]) -> None:
-        """Follow another `ControlConfig`, as plain data, from the next tick on; replicas keep their state."""
-        new = ControlConfig.model_validate(control)
+    def configure(self, control: dict[str, Any], telemetry: dict[str, Any], redis_url: str) -> None:
+        """Follow other settings, as plain data, from the next tick on; replicas keep their state.
+
+        Other telemetry is another place to rule at: what is known of the replicas is read anew there. The lease at
+        the old place runs out by itself.
+        """
+        new, place = ControlConfig.model_validate(control), TelemetryConfig.model_validate(telemetry)
         with self._lock:
+            if (place, redis_url) != (self._telemetry, self._redis_url):
+                logger.warning("telemetry has changed: ruling goes on there")
+                self._rule_at(new, place, redis_url)
             self._control = self._brain.control = new
             self._store.configure(new)
 
@@ -148,9 +182,9 @@ class ClusterScheduler:
                 "view": msgspec.to_builtins(view),
             }
 
-    def silent_s(self) -> float:
-        """Seconds since the last tick began, whether or not it found Redis."""
-        return time.monotonic() - self._came_round_s
+    def alive(self) -> tuple[str, float]:
+        """Which instance this is, and the seconds since its last tick began, whether or not that found Redis."""
+        return self._owner, time.monotonic() - self._came_round_s
 
     def exchange_sizing(
         self, decisions: Mapping[str, SizingDecision]

@@ -37,17 +37,30 @@ def llm_config(model: ModelConfig, role: RoleConfig, config: AppConfig, *, disag
         placement_group_config={"bundles": placement_bundles(model, role), "strategy": "PACK"},
         runtime_env={"env_vars": replica_env(model, role, source)},
         deployment_config=deployment_options(model, role),
-        engine_kwargs=engine_kwargs(model, on_cpu=on_cpu, disaggregated=disaggregated)
+        engine_kwargs=engine_kwargs(
+            model,
+            on_cpu=on_cpu,
+            disaggregated=disaggregated,
+            max_output_tokens=config.security.max_output_tokens,
+        )
         | speculation_arguments(model, config, prefill=role is model.prefill, on_cpu=on_cpu),
         log_engine_metrics=True,
         **({"callback_config": {"callback_class": LOCAL_MODEL}} if Path(source).is_absolute() else {}),
     )
 
 
-def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> dict[str, Any]:
+def engine_kwargs(
+    model: ModelConfig, *, on_cpu: bool, disaggregated: bool, max_output_tokens: int | None
+) -> dict[str, Any]:
     """The AsyncEngineArgs of one engine, but for its drafter.
 
     Both sides of a KV transfer get the same of these: NIXL compares them before it connects two engines.
+
+    Args:
+        model: the model the engine runs.
+        on_cpu: whether it runs without a GPU.
+        disaggregated: whether KV is exchanged between prefill and verifier engines.
+        max_output_tokens: longest answer, also of requests that name no limit; no bound when None.
     """
     target = model.target
     kwargs: dict[str, Any] = {
@@ -74,7 +87,14 @@ def engine_kwargs(model: ModelConfig, *, on_cpu: bool, disaggregated: bool) -> d
             "kv_buffer_device": "cpu" if on_cpu else "cuda",
             "kv_load_failure_policy": "recompute",
         }
-    return kwargs | target.engine
+    kwargs |= target.engine
+    if max_output_tokens is not None:
+        generation = dict(kwargs.get("override_generation_config") or {})
+        own = generation.get("max_new_tokens") or max_output_tokens
+        # vLLM cuts every answer to this, after the room that the prompt leaves.
+        generation["max_new_tokens"] = min(own, max_output_tokens)
+        kwargs["override_generation_config"] = generation
+    return kwargs
 
 
 def computation_dtype(model: ModelConfig) -> str:

@@ -69,7 +69,7 @@ def report_engine(
     has_shim: bool,
     queued: Callable[[], int] = lambda: 0,
     device_kind: str = "cpu",
-    routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
+    routes: Callable[[], tuple[DrafterRoute, ...]] | None = None,
 ) -> "EngineReport":
     """Start reporting an engine replica's load and obeying its policy.
 
@@ -143,7 +143,7 @@ class EngineReport:
         has_shim: bool,
         queued: Callable[[], int] = lambda: 0,
         calibration: CalibrationTable | None = None,
-        routes: Callable[[], Awaitable[tuple[DrafterRoute, ...]]] | None = None,
+        routes: Callable[[], tuple[DrafterRoute, ...]] | None = None,
         scheduling: SchedulingConfig | None = None,
         pooled: Callable[[], Pooled] = Pooled,
     ) -> None:
@@ -285,7 +285,7 @@ class EngineReport:
             # An expired policy may name drafters that are gone.
             drafters = () if policy.local else policy.drafters
             if not drafters and self._routes is not None:
-                drafters = await self._routes()
+                drafters = self._routes()
             control = target_control(self._setting, self._scheduling, policy, drafters)
             if control != self._obeyed:
                 await self._rpc("dspark_control", args=(msgspec.msgpack.encode(control),))

@@ -33,7 +33,7 @@ from dspark_ray.errors import RequestError
 from dspark_ray.serving.access import SCOPE_PRINCIPAL, AccessMiddleware, check_request
 from dspark_ray.serving.cluster_scheduler import ensure_cluster_scheduler, watch_cluster_scheduler
 from dspark_ray.serving.continuation import why_not_continuable
-from dspark_ray.serving.drain import DrainGuard
+from dspark_ray.serving.drain import DrainGuard, controller_probe
 from dspark_ray.serving.engine_args import HEALTH_CHECK_PERIOD_S
 from dspark_ray.serving.failover import Answer
 from dspark_ray.serving.live import LiveSettings
@@ -73,8 +73,13 @@ class OpenAiIngress:
         self._scheduler = ensure_cluster_scheduler(config.control, config.telemetry)
         self._reporting = report_ingress(config, self._in_hand)
         if self._scheduler is not None:
-            self._reporting.append(asyncio.create_task(watch_cluster_scheduler(self._scheduler)))
-        self._drain = DrainGuard(config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S)
+            watch = watch_cluster_scheduler(
+                self._scheduler, lambda: self._settings.control, self._config.telemetry
+            )
+            self._reporting.append(asyncio.create_task(watch))
+        self._drain = DrainGuard(
+            config.ingress.graceful_shutdown_timeout_s, HEALTH_CHECK_PERIOD_S, controller_probe()
+        )
 
     async def reconfigure(self, user_config: Any) -> None:
         """Serve's call when the deployment's user_config has changed: bounds for the cluster scheduler."""
@@ -210,6 +215,8 @@ class OpenAiIngress:
             while True:
                 remaining_s = self._drain.remaining_s()
                 if remaining_s is not None and remaining_s <= 0:
+                    if not await self._drain.is_drain():
+                        continue
                     raise RequestError("The server is shutting down.", status=503, code="shutting_down")
                 done, _ = await asyncio.wait({task}, timeout=remaining_s)
                 if done:

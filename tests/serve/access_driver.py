@@ -27,7 +27,7 @@ class Speaker:
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             yield ChatCompletionResponse(model=body.model, choices=[choice], usage=usage)
             return
-        for _ in range(most):
+        for _ in range(most or 1):
             delta = {"index": 0, "delta": {"content": "hello "}, "finish_reason": None}
             chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": body.model}
             yield f"data: {json.dumps({**chunk, 'choices': [delta]})}\n\n"

@@ -10,7 +10,7 @@ import ray
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 
-from dspark_ray.protocol import SpeculationSetting
+from dspark_ray.protocol import DrafterRoute, SpeculationSetting
 from dspark_ray.serving.drafter_directory import DrafterDirectory
 from dspark_ray.serving.remote_prefill import PrefillDone, PrefillRequest
 from dspark_ray.serving.speculation_mode import set_speculation
@@ -51,7 +51,12 @@ def speculate(app: str, model: str, setting: dict[str, Any]) -> list[dict[str, A
 def drafters_listed(app: str, model: str) -> list[tuple[str, str, float]]:
     """What the directory of a verifier that has just started would list."""
     directory = DrafterDirectory(app, model)
-    return [(route.replica, route.endpoint, route.weight) for route in asyncio.run(directory.routes())]
+
+    async def found() -> tuple[DrafterRoute, ...]:
+        await directory.look()
+        return directory.routes()
+
+    return [(route.replica, route.endpoint, route.weight) for route in asyncio.run(found())]
 
 
 def ray_address(app: str) -> str:

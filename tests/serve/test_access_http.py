@@ -69,7 +69,7 @@ def test_a_stranger_is_refused_and_a_key_admits(url):
     assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     for key in (ENV_KEY, SMALL_KEY):
         answer = client(url, key).chat.completions.create(**HELLO)
-        assert answer.choices[0].message.content == "hello, at most 500", "the bound is the default"
+        assert answer.choices[0].message.content == "hello, at most None", "without a limit, the engine's"
 
 
 def test_curl_streams(url):

@@ -54,6 +54,14 @@ def test_defaults_are_plain_decoding_with_local_prefill():
             ),
             "target.pipeline_parallel_size",
         ),
+        (
+            args(target={"source": "a/b", "data_parallel_size": 2}, verifier={"autoscaling": {}}),
+            "set verifier.replicas",
+        ),
+        (
+            args(target={"source": "a/b", "data_parallel_size": 2}, prefill={"autoscaling": {}}),
+            "set prefill.replicas",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(bad: dict[str, Any], named: str):

@@ -124,6 +124,32 @@ def test_prefill_follows_prompts_and_ttft_and_wakes_with_the_verifiers() -> None
     assert wanted(verifier=verifiers(running=1), prefill=RoleSize(1, 0, IDLE))["prefill"][0] == 1
 
 
+@pytest.mark.parametrize(
+    ("fixed", "target", "pool", "expected"),
+    [
+        (RoleTelemetry(reporting=2, running=3), 0, RoleTelemetry(), 1),
+        (RoleTelemetry(reporting=2, running=3), 3, RoleTelemetry(), 3),
+        (RoleTelemetry(reporting=2), 3, IDLE, 0),
+        (RoleTelemetry(reporting=2, running=3, miss_share=0.2), 1, IDLE, 2),
+        (None, 3, RoleTelemetry(), 3),
+        (None, 0, RoleTelemetry(), 0),
+        (None, 2, IDLE, 1),
+    ],
+)
+def test_a_pool_beside_fixed_verifiers_follows_what_they_report(
+    fixed: RoleTelemetry | None, target: int, pool: RoleTelemetry, expected: int
+) -> None:
+    roles: dict[Role, RoleSize] = {"drafter": RoleSize(target, 0, pool)}
+    decision = size_model("m", roles, TARGETS, None, fixed)["drafter"]
+    assert decision.wanted == expected, decision.reason
+
+
+def test_prefill_beside_fixed_verifiers_goes_to_zero_only_when_they_are_known_to_be_idle() -> None:
+    roles: dict[Role, RoleSize] = {"prefill": RoleSize(1, 0, IDLE)}
+    for fixed, expected in ((RoleTelemetry(reporting=1, running=1), 1), (None, 1), (IDLE, 0)):
+        assert size_model("m", roles, TARGETS, None, fixed)["prefill"].wanted == expected
+
+
 counts = st.integers(0, 200)
 telemetries = st.builds(
     RoleTelemetry,
@@ -144,9 +170,14 @@ role_sizes = st.builds(
 )
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(("prefill", "drafter", "verifier"), role_sizes)))
-def test_any_telemetry_gives_a_size_and_a_reason(roles: dict[Role, RoleSize]) -> None:
-    decisions = size_model("m", roles, TARGETS, 0.75)
+@given(
+    st.fixed_dictionaries({}, optional=dict.fromkeys(("prefill", "drafter", "verifier"), role_sizes)),
+    st.none() | telemetries,
+)
+def test_any_telemetry_gives_a_size_and_a_reason(
+    roles: dict[Role, RoleSize], fixed: RoleTelemetry | None
+) -> None:
+    decisions = size_model("m", roles, TARGETS, 0.75, fixed)
     assert decisions.keys() == roles.keys()
     assert all(0 <= d.wanted < 10_000 and d.reason for d in decisions.values())
 
@@ -227,6 +258,20 @@ def test_serve_applies_the_policy_with_its_own_delays(monkeypatch: pytest.Monkey
     assert sizer.decisions["Verifier:m"].wanted == 4
     assert sizer.decisions["Drafter:m"].wanted == 4
     assert "TTFT 3.00 s over 1 s" in sizer.decisions["Verifier:m"].reason
+
+
+def test_fixed_verifiers_have_no_context_but_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoleSizer, "_ensure_thread", lambda self: None)
+    sizer = RoleSizer()
+    pool = DeploymentID(name="Drafter:m", app_name="llm")
+    assert sizer({pool: context(2, min_replicas=0)})[0] == {pool: 2}, (
+        "nobody says that the verifiers are idle"
+    )
+    sizer.take({"Verifier:m": RoleTelemetry(reporting=1, seats=4, running=1)}, None)
+    assert sizer({pool: context(0, min_replicas=0)})[0] == {pool: 1}
+    assert sizer({pool: context(2, min_replicas=0)})[0] == {pool: 2}
+    sizer.take({"Verifier:m": RoleTelemetry(reporting=1, seats=4)}, None)
+    assert sizer({pool: context(2, min_replicas=0)})[0] == {pool: 0}
 
 
 def test_the_policy_never_waits_and_forgets_stale_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:

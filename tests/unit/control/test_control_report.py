@@ -154,10 +154,10 @@ async def test_a_setting_without_a_drafter_is_refused() -> None:
 
 
 async def test_without_a_policys_drafters_those_that_run_are_used() -> None:
-    async def running() -> tuple[DrafterRoute, ...]:
+    def running() -> tuple[DrafterRoute, ...]:
         return (DrafterRoute("d1", "tcp://d1", 1.0),)
 
-    async def none() -> tuple[DrafterRoute, ...]:
+    def none() -> tuple[DrafterRoute, ...]:
         return ()
 
     engine = Engine()

@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.serve.llm import LLMConfig
 from vllm import SamplingParams
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import VLLMValidationError
 
-from dspark_ray.config import AppConfig, ModelConfig, RoleConfig
+from dspark_ray.config import AppConfig, ModelConfig, RoleConfig, SecurityConfig
 from dspark_ray.errors import ConfigError
 from dspark_ray.serving import engine_args
 from dspark_ray.serving.engine_args import core_binding
@@ -92,6 +94,33 @@ def test_gpu_ranks_get_a_bundle_each_and_none_of_the_cpu_settings(folder: Path) 
     assert made.engine_kwargs["gpu_memory_utilization"] == 0.8
     assert "worker_cls" not in made.engine_kwargs
     assert "LD_PRELOAD" not in made.runtime_env["env_vars"]
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [(None, 100), ({"temperature": 0.5, "max_new_tokens": 40}, 40), ({"max_new_tokens": 900}, 100)],
+)
+def test_the_engines_end_every_answer_at_the_deployments_bound(
+    folder: Path, own: dict[str, Any] | None, told: int
+) -> None:
+    """Where no limit was named, too, and then after less where the prompt leaves less room."""
+    config = model(
+        folder,
+        prefill={"replicas": 1},
+        target={"source": str(folder), "engine": {"override_generation_config": own} if own else {}},
+    )
+    app = AppConfig(models=(config,), security=SecurityConfig(max_output_tokens=100))
+    prefill, verifier = (
+        engine_args.llm_config(config, role, app, disaggregated=True).engine_kwargs
+        for role in (config.prefill, config.verifier)
+    )
+    assert prefill == verifier
+    generation = verifier["override_generation_config"]
+    assert generation == {**(own or {}), "max_new_tokens": told}
+    unbounded = llm_config(config, config.verifier, disaggregated=True).engine_kwargs
+    assert unbounded.get("override_generation_config") == own
+    lengths = [get_max_tokens(512, None, prompt, {}, generation["max_new_tokens"]) for prompt in (10, 500)]
+    assert lengths == [told, 12]
 
 
 def test_autoscaling_replaces_the_fixed_number(folder: Path) -> None:

@@ -74,8 +74,7 @@ def judge(raw: bytes, kind: type) -> int:
     limits = [
         fields[name] for name in ("max_completion_tokens", "max_tokens") if fields.get(name) is not None
     ]
-    assert limits
-    assert max(limits) <= 1000
+    assert max(limits, default=0) <= 1000  # without any, the engine's bound holds
     return 200
 
 

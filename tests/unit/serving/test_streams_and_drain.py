@@ -6,7 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
-from dspark_ray.serving.drain import MARGIN_S, MISSED_CHECKS, DrainGuard
+from dspark_ray.errors import RequestError
+from dspark_ray.serving.drain import ASK_AGAIN_S, MARGIN_S, MISSED_CHECKS, DrainGuard
+from dspark_ray.serving.ingress import OpenAiIngress
 from dspark_ray.serving.streams import coalesce
 
 
@@ -68,9 +70,23 @@ class Clock:
         return self.now_s
 
 
-def test_streams_end_shortly_before_the_grace_is_over_and_not_without_a_drain() -> None:
+class Controller:
+    there = True
+    asked = 0
+
+    async def answers(self) -> bool:
+        self.asked += 1
+        return self.there
+
+
+def guard_of(clock: Clock, grace_s: float = 60.0) -> tuple[DrainGuard, Controller]:
+    controller = Controller()
+    return DrainGuard(grace_s, 5.0, controller.answers, clock), controller
+
+
+async def test_streams_end_shortly_before_the_grace_is_over_and_not_without_a_drain() -> None:
     clock = Clock()
-    guard = DrainGuard(grace_s=60.0, check_period_s=5.0, clock=clock)
+    guard, controller = guard_of(clock)
     assert guard.remaining_s() is None
     for _ in range(100):
         guard.checked()
@@ -78,13 +94,64 @@ def test_streams_end_shortly_before_the_grace_is_over_and_not_without_a_drain() 
         assert guard.remaining_s() > 40.0
     clock.now_s += 60.0 - MARGIN_S - 5.0
     assert guard.remaining_s() <= 0.0
+    assert await asyncio.gather(*(guard.is_drain() for _ in range(100))) == [True] * 100
+    assert controller.asked == 1
     clock.now_s += 60.0  # still alive: the controller was away, this is no drain
     assert guard.remaining_s() is None
 
 
+async def test_the_silence_of_a_controller_that_is_away_ends_no_stream() -> None:
+    clock = Clock()
+    guard, controller = guard_of(clock)
+    guard.checked()
+    controller.there = False
+    clock.now_s += 60.0 - MARGIN_S
+    for _ in range(100):
+        assert guard.remaining_s() <= 0.0
+        assert not await guard.is_drain()
+        assert guard.remaining_s() == pytest.approx(ASK_AGAIN_S)
+        clock.now_s += ASK_AGAIN_S
+    controller.there = True
+    assert not await guard.is_drain(), "it has just come back"
+    clock.now_s += 60.0 - MARGIN_S
+    assert await guard.is_drain(), "it is there, and drains this replica"
+    guard.checked()
+    assert not await guard.is_drain()
+
+
+async def test_a_check_that_comes_while_the_controller_is_asked_is_no_drain() -> None:
+    clock = Clock()
+    guard, _ = guard_of(clock)
+    guard.checked()
+    clock.now_s += 60.0 - MARGIN_S
+
+    async def checks() -> bool:
+        guard.checked()
+        return True
+
+    guard._controller_answers = checks
+    assert not await guard.is_drain()
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_silent_stream_ends_at_a_drain_and_goes_on_without_one(drains: bool) -> None:
+    clock = Clock()
+    ingress = object.__new__(OpenAiIngress)
+    ingress._drain, controller = guard_of(clock)
+    ingress._drain.checked()
+    clock.now_s += 60.0 - MARGIN_S
+    controller.there = drains
+    parts = Source(["late"]).stream()
+    if drains:
+        with pytest.raises(RequestError, match="shutting down"):
+            await ingress._next_part(parts)
+    else:
+        assert await ingress._next_part(parts) == "late"
+
+
 def test_a_grace_shorter_than_the_checks_ends_no_healthy_stream() -> None:
     clock = Clock()
-    guard = DrainGuard(grace_s=1.0, check_period_s=5.0, clock=clock)
+    guard, _ = guard_of(clock, grace_s=1.0)
     guard.checked()
     clock.now_s += (MISSED_CHECKS - 1) * 5.0
     assert guard.remaining_s() > 0
