@@ -235,7 +235,7 @@ bench_part() {
 }
 
 bench() {
-    local quick= more=()
+    local quick= more=() served=() others=()
     case "$*" in --quick) quick=1 ;; "") ;; *) die "bench takes --quick or nothing" ;; esac
     setup
     [ ! -f "$state/cluster.env" ] || die "a cluster of $state is up, which would be measured too: bash cluster/local.sh down"
@@ -247,27 +247,29 @@ bench() {
         load=(--streams 1,4,16 --rounds 2 --max-tokens 48 --least-requests 3)
     else
         more=(--arm throughput:model=dspark,mode=throughput)
-        load=(--streams 1,4,16,64,128 --rates 1 --rounds 3 --max-tokens 64 --least-requests 8 --requests-per-stream 1)
+        load=(--rounds 3 --max-tokens 64 --least-requests 8 --requests-per-stream 1)
+        served=(--streams 1,4,16,64,128 --rates 1) others=(--streams 1,4,16,64)
     fi
 
     bench_up deployments/bench/served.yaml
     bench_server vllm "$vllm_port"
     bench_part 1-served --arm plain:model=plain --arm "$vllm" --baseline plain --baseline vllm \
         --arm off:model=dspark,mode=off --arm fixed:model=dspark,mode=fixed_len --arm tau:model=dspark,mode=tau \
-        "${more[@]}" --arm tau+throughput:model=dspark,mode=tau+throughput
+        "${more[@]}" --arm tau+throughput:model=dspark,mode=tau+throughput "${served[@]}"
 
     bench_up deployments/bench/one-engine.yaml
     bench_server vllm-ngram "$ngram_port" --speculative-config \
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     bench_part 2-one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
-        --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput
+        --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput \
+        "${others[@]}"
     if [ -z "$quick" ]; then
         bench_up deployments/bench/shapes.yaml
         bench_part 3-shapes --arm "$vllm" \
             --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
             --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
             --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
-            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput
+            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput "${others[@]}" --rounds 2
     fi
     if [ -n "${DSPARK_BENCH_DFLASH:-}" ]; then
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
