@@ -99,7 +99,7 @@ def main(
 def one(deployment: Any, drill: Drill, known: Any, requests: int) -> dict[str, Any]:
     """Run a drill and say how it went."""
     verdict = run_drill(deployment, drill, known, requests)
-    why = reasons(drill, verdict)
+    why = reasons(verdict)
     verdict |= {"passed": not why, "why": why}
     tell(f"{drill.name}: {'passed' if not why else '; '.join(why)} {json.dumps(verdict)}")
     return verdict

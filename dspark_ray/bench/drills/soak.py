@@ -10,6 +10,9 @@ from dspark_ray.bench.drills.drill import Drill, Fault, recover, resources
 from dspark_ray.bench.drills.traffic import Case, Traffic
 
 PERIOD_S = 20.0
+SETTLED_AFTER = 0.2
+"""Share of the time after which memory has to stay: allocators, caches and Ray's records of tasks fill up first."""
+GROWTH_ALLOWED = 0.05
 
 
 def soak(drills: Sequence[Drill], minutes: float, seed: int) -> Drill:
@@ -34,9 +37,15 @@ def soak(drills: Sequence[Drill], minutes: float, seed: int) -> Drill:
                 problems.append(f"{drill.name}: never recovered")
             problems += [f"{drill.name}: {problem}" for problem in fault.problems]
             outcomes += fault.outcomes
-            memory_mib.append(round(resources(deployment).rss_mib))
+            memory_mib.append(resources(deployment).rss_mib)
             time.sleep(max(0.0, started + PERIOD_S - time.monotonic()))
-        notes = {"minutes": minutes, "faults": dict(injected), "memory_mib": memory_mib}
+        settled, last = memory_mib[int(SETTLED_AFTER * len(memory_mib))], memory_mib[-1]
+        if last.total() > settled.total() * (1 + GROWTH_ALLOWED):
+            problems.append(f"memory grew from {dict(settled)} to {dict(last)} MiB")
+        notes = {
+            "minutes": minutes, "faults": dict(injected), "memory_mib": [one.total() for one in memory_mib],
+            "memory_mib_first_settled_last": [dict(memory_mib[0]), dict(settled), dict(last)],
+        }  # fmt: skip
         return Fault(outcomes=outcomes, problems=problems, notes=notes)
 
-    return Drill(f"soak of {minutes:g} minutes", inject, flat_memory=True)
+    return Drill(f"soak of {minutes:g} minutes", inject)

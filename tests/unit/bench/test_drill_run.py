@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,7 +14,7 @@ import redis
 
 from dspark_ray.bench.drills import deployment as deployments
 from dspark_ray.bench.drills.deployment import Deployment, Shape
-from dspark_ray.bench.drills.drill import Drill, Fault, reasons, run_drill
+from dspark_ray.bench.drills.drill import Drill, Fault, Resources, reasons, run_drill
 from dspark_ray.bench.drills.redis_server import RedisServer
 from dspark_ray.bench.drills.report import table
 from dspark_ray.bench.drills.soak import soak
@@ -103,9 +104,9 @@ def test_the_verdict_on_a_fault(pretended: Pretended, what: str) -> None:
     assert 0 < verdict["streamed"] < verdict["requests"]
     assert 0.5 <= verdict["recovered_s"] < 10
     if found == "ok":
-        assert reasons(drill, verdict) == []
+        assert reasons(verdict) == []
     else:
-        assert reasons(drill, verdict) == [f"{verdict[found]} {found}"]
+        assert reasons(verdict) == [f"{verdict[found]} {found}"]
     row = table({drill.name: verdict | {"passed": False, "why": ["because"]}}).splitlines()[-1]
     assert row.count("|") == table({}).splitlines()[0].count("|")
 
@@ -113,7 +114,7 @@ def test_the_verdict_on_a_fault(pretended: Pretended, what: str) -> None:
 def test_what_stays_behind_fails_a_drill(pretended: Pretended) -> None:
     pretended.left = {"drafters slots_used": 1}
     drill = saying("right", for_s=0.0)
-    assert reasons(drill, run_drill(pretended, drill, KNOWN, 12)) == ["left: drafters slots_used: 1"]
+    assert reasons(run_drill(pretended, drill, KNOWN, 12)) == ["left: drafters slots_used: 1"]
 
 
 def test_a_soak_counts_the_failures_of_all_its_faults(pretended: Pretended, monkeypatch) -> None:
@@ -121,7 +122,22 @@ def test_a_soak_counts_the_failures_of_all_its_faults(pretended: Pretended, monk
     whole = soak([saying("right", for_s=0.1), saying("nothing", for_s=0.1)], minutes=0.04, seed=3)
     verdict = run_drill(pretended, whole, KNOWN, 12)
     assert set(verdict["notes"]["faults"]) == {"says right", "says nothing"}
-    assert reasons(whole, verdict) == [f"{verdict['failed']} failed"]
+    assert reasons(verdict) == [f"{verdict['failed']} failed"]
+
+
+@pytest.mark.parametrize(("mib", "grows"), [([50, 100, 101, 104], False), ([50, 100, 103, 108], True)])
+def test_a_soak_wants_memory_flat_once_it_has_settled(
+    pretended: Pretended, monkeypatch, mib: list[int], grows: bool
+) -> None:
+    monkeypatch.setattr("dspark_ray.bench.drills.soak.PERIOD_S", 0.5)
+    monkeypatch.setattr("dspark_ray.bench.drills.soak.SETTLED_AFTER", 0.25)
+    taken = iter([*mib, *[mib[-1]] * 9])
+    monkeypatch.setattr(
+        "dspark_ray.bench.drills.soak.resources",
+        lambda _: Resources(Counter(), {}, {}, Counter(engine=next(taken)), {}),
+    )
+    verdict = run_drill(pretended, soak([saying("right", for_s=0.0)], minutes=1.9 / 60, seed=3), KNOWN, 12)
+    assert [why.startswith("memory grew from {'engine': 100}") for why in reasons(verdict)] == [True] * grows
 
 
 def test_processes_are_found_by_their_titles_also_below_another() -> None:

@@ -60,20 +60,22 @@ async def test_streams(kind: str) -> None:
 def test_what_makes_a_drill_fail() -> None:
     clean = {"wrong": 0, "hung": 0, "cut": 0, "failed": 0, "recovered_s": 1.0,
              "leaked": [], "problems": [], "rss_mib": [100, 104]}  # fmt: skip
-    drill = Drill("any", lambda *_: Fault())
-    assert reasons(drill, clean) == []
+    assert reasons(clean) == []
     for change in ({"wrong": 1}, {"failed": 1}, {"hung": 1}, {"cut": 1}, {"recovered_s": None}, {"leaked": ["a slot"]},
                    {"problems": ["it was never called"]}):  # fmt: skip
-        assert len(reasons(drill, clean | change)) == 1
-    soak = Drill("soak", lambda *_: Fault(), flat_memory=True)
-    assert reasons(soak, clean) == []
-    assert reasons(soak, clean | {"rss_mib": [100, 120]}) == ["memory grew from 100 to 120 MiB"]
+        assert len(reasons(clean | change)) == 1
 
 
 def test_leaks_are_counted_in_processes_that_lived_all_the_while() -> None:
-    before = Resources(Counter(engine=2), {1: 50, 2: 50}, {1: 9}, 100.0, {1: "engine", 2: "engine"})
-    same = Resources(Counter(engine=2), {1: 55, 3: 900}, {1: 10}, 100.0, {1: "engine", 3: "engine"})
-    more = Resources(Counter(engine=3), {1: 80, 2: 50}, {1: 20}, 100.0, {1: "engine", 2: "engine"})
+    before = Resources(
+        Counter(engine=2), {1: 50, 2: 50}, {1: 9}, Counter(engine=100), {1: "engine", 2: "engine"}
+    )
+    same = Resources(
+        Counter(engine=2), {1: 55, 3: 900}, {1: 10}, Counter(engine=100), {1: "engine", 3: "engine"}
+    )
+    more = Resources(
+        Counter(engine=3), {1: 80, 2: 50}, {1: 20}, Counter(engine=100), {1: "engine", 2: "engine"}
+    )
     assert leaks(before, same) == []
     assert len(leaks(before, more)) == 3
 
