@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dspark_ray.bench.drills.deployment import Shape, app_args
-from dspark_ray.bench.drills.drill import Drill, Fault, Resources, leaks, reasons
+from dspark_ray.bench.drills.drill import Resources, leaks, reasons
 from dspark_ray.bench.drills.traffic import Case, ask, cases, http_client
 from dspark_ray.config import parse_app_config
 
