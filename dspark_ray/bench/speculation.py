@@ -67,7 +67,7 @@ class DraftCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def verify_len(self) -> float | None:
         """Drafts verified per request and step, steps without any included where those are counted."""
-        request_steps = self.committed - self.accepted or self.rounds
+        request_steps = self.committed - self.accepted if self.committed else self.rounds
         return self.verified / request_steps if request_steps else None
 
     @property

@@ -100,6 +100,9 @@ def test_counts_of_a_turn_are_what_has_changed():
     counts = counts_between(before, after, tau=0.3)
     assert counts.accept_len == pytest.approx(1 + 4 / 3)
     assert counts.verify_len == 9 / 4  # one of the four steps verified nothing
+    assert (
+        DraftCounts(rounds=4, verified=20, accepted=5).verify_len == 5
+    )  # a server that does not say what it committed
     assert counts.waste == pytest.approx(5 / 9)
     assert counts.tokens_per_step == (4 + 9) / 4
     assert counts.step_ms == 20.0
