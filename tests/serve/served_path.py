@@ -31,7 +31,7 @@ from dspark_ray.sources import demo_folder  # noqa: E402
 
 MODES = ("off", "fixed_len", "fixed_tau", "tau", "throughput", "tau+throughput")
 TRAINED = REPO / "deployments" / "drafters" / "smollm2-135m"
-VERIFIER, DRAFTER = "Verifier:smollm2", "Drafter:smollm2"
+VERIFIER, PREFILL, DRAFTER = "Verifier:smollm2", "Prefill:smollm2", "Drafter:smollm2"
 NEAR_TIE = 0.25
 """Logprobs closer than this may change places in bf16: two steps of a bf16 number between 16 and 32, as logits are."""
 WITHIN = 0.02
@@ -111,9 +111,9 @@ def ask(app: RunningApp, requests: list[dict[str, Any]], streams: int) -> list[d
         return list(pool.map(one, requests))
 
 
-def accept_len(answers: list[dict[str, Any]]) -> float:
-    """Tokens a round, bonus included; the first token of an answer comes without a round."""
-    tokens = sum(answer["tokens"] - 1 for answer in answers)
+def accept_len(answers: list[dict[str, Any]], preemptions: int = 0) -> float:
+    """Tokens a round, bonus included; the first token of an answer, and after a preemption, comes without one."""
+    tokens = sum(answer["tokens"] - 1 for answer in answers) - preemptions
     return tokens / (tokens - sum(answer["accepted"] for answer in answers))
 
 
@@ -170,25 +170,30 @@ def compare_acceptance(*, drafter: str, prompts: int, tokens: int, streams: int)
     texts = committed_prompts(prompts)
     requests = [{"prompt": text, "temperature": 0, "max_tokens": tokens} for text in texts]
     with drafter_folder(drafter) as folder:
-        result = {"evaluate": _evaluated(folder, texts, tokens)}
+        rounds = _rounds_evaluated(folder, texts, tokens)
         # No deadline: a busy machine is to change nothing here.
         engine = {"max_num_batched_tokens": 96, "block_size": 32, "enable_prefix_caching": True}
         with running_app(app_args(folder, "float32", engine=engine, deadline_ms=10_000.0)) as app:
-            result["chunked"] = accept_len(ask(app, requests, streams))
+            answers = ask(app, requests, streams)
+            # Of the same tokens: a last round in one process may go past the longest answer, and counts in full.
+            result = {"evaluate": sum(answer["tokens"] - 1 for answer in answers) / rounds}
+            result["chunked"] = accept_len(answers)
             result["prefix_hits"] = accept_len(ask(app, requests, streams))
-            restored = app.stats(VERIFIER)["workers"]["shim"]["prefix_restored"]
+            # At the prefill replica: the verifier gets all features from there.
+            restored = app.stats(PREFILL)["workers"]["shim"]["prefix_restored"]
             _restart_drafter(app)
             result["drafter_restarted"] = accept_len(ask(app, requests, streams))
         small = {"block_size": 32, "enable_prefix_caching": False}
         args = app_args(folder, "float32", kv_gib=SMALL_KV_GIB, engine=small, deadline_ms=10_000.0)
         with running_app(args) as app:
-            result["preempted"] = accept_len(ask(app, requests, streams))
+            answers = ask(app, requests, streams)
             preempted = app.stats(VERIFIER)["requests_preempted"]
+            result["preempted"] = accept_len(answers, preempted)
     return {"accept_len": result, "prefix_restored": restored, "preemptions": preempted}
 
 
-def _evaluated(drafter: Path, texts: list[str], tokens: int) -> float:
-    """By `dspark-ray evaluate`, in one process."""
+def _rounds_evaluated(drafter: Path, texts: list[str], tokens: int) -> int:
+    """Rounds that `dspark-ray evaluate` takes, in one process."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as prompts:
         prompts.writelines(json.dumps({"prompt": text}) + "\n" for text in texts)
         prompts.flush()
@@ -197,7 +202,7 @@ def _evaluated(drafter: Path, texts: list[str], tokens: int) -> float:
         command += ["--max-new-tokens", str(tokens), "--window", "256", "--dtype", "float32", "--json"]
         env = {**os.environ, "PYTHONPATH": str(REPO)}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env)
-        return float(json.loads(done.stdout)["accept_len"])
+        return int(json.loads(done.stdout)["rounds"])
 
 
 def _restart_drafter(app: RunningApp) -> None:
