@@ -1,15 +1,23 @@
 """Streams of server-sent events between replica and client."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 _END = object()
 HEARTBEAT = ""
 """What a replica says when it has nothing to say, so that its silence means something."""
+SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 0.02, 0.1
+MESSAGES_PER_S = 200
+"""Of one replica, while the longest interval allows it: each costs milliseconds of CPU in three processes."""
 
 
-async def coalesce(source: AsyncGenerator[Any], interval_s: float) -> AsyncGenerator[Any]:
+def stream_interval_s(streams: int) -> float:
+    """Shortest time between two messages of one stream when a replica has so many of them."""
+    return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, streams / MESSAGES_PER_S))
+
+
+async def coalesce(source: AsyncGenerator[Any], interval_s: Callable[[], float]) -> AsyncGenerator[Any]:
     """Join the strings of a fast stream: the first at once, then what has come by the end of each interval.
 
     Each message between replicas costs milliseconds of CPU, so one message per token and request would cap
@@ -17,7 +25,7 @@ async def coalesce(source: AsyncGenerator[Any], interval_s: float) -> AsyncGener
 
     Args:
         source: strings and other objects. Closed when this generator is.
-        interval_s: shortest time between two items.
+        interval_s: shortest time between two items, asked anew after each.
 
     Raises:
         Exception: whatever the source raises, after everything it has yielded before.
@@ -42,7 +50,7 @@ async def coalesce(source: AsyncGenerator[Any], interval_s: float) -> AsyncGener
                     await task
                     return
                 yield joined
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(interval_s())
     finally:
         task.cancel()
         await asyncio.wait([task])

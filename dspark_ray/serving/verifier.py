@@ -30,11 +30,10 @@ from dspark_ray.serving.openai_errors import ERROR_EVENT
 from dspark_ray.serving.prediction_usage import PredictionTally
 from dspark_ray.serving.remote_prefill import PrefillEvent, PrefillRequest, RemotePrefill
 from dspark_ray.serving.speculation import drafts_in_shim
-from dspark_ray.serving.streams import coalesce, with_heartbeats
+from dspark_ray.serving.streams import coalesce, stream_interval_s, with_heartbeats
 from dspark_ray.serving.telemetry import device_kind, process_stats
 from dspark_ray.sources import resolve_source
 
-STREAM_INTERVAL_S = 0.02
 STOP_TIMEOUT_S = 5.0
 
 
@@ -138,7 +137,8 @@ class VerifierServer(PDDecodeServer):
         answer = self._raise_if_engine_died(answer)
         answer = PredictionTally().filled_in(answer)
         if request.stream:
-            answer = coalesce(answer, STREAM_INTERVAL_S)
+            counters = self.engine.counters
+            answer = coalesce(answer, lambda: stream_interval_s(counters.requests_running))
         async with contextlib.aclosing(with_heartbeats(answer, self._heartbeat_s)) as parts:
             async for part in parts:
                 yield part

@@ -9,7 +9,7 @@ import pytest
 from dspark_ray.errors import RequestError
 from dspark_ray.serving.drain import ASK_AGAIN_S, MARGIN_S, MISSED_CHECKS, DrainGuard
 from dspark_ray.serving.ingress import OpenAiIngress
-from dspark_ray.serving.streams import coalesce
+from dspark_ray.serving.streams import coalesce, stream_interval_s
 
 
 class Source:
@@ -29,7 +29,7 @@ class Source:
 
 async def test_nothing_is_lost_repeated_or_reordered_and_the_first_comes_at_once() -> None:
     source = Source([f"{number}," for number in range(40)])
-    parts = [part async for part in coalesce(source.stream(), 0.01)]
+    parts = [part async for part in coalesce(source.stream(), lambda: 0.01)]
     assert "".join(parts) == "".join(source.items)
     assert parts[0] == "0,"
     assert len(parts) < 20
@@ -37,7 +37,9 @@ async def test_nothing_is_lost_repeated_or_reordered_and_the_first_comes_at_once
 
 async def test_other_objects_pass_in_their_place() -> None:
     mark = object()
-    parts = [part async for part in coalesce(Source(["a", "b", mark, "c", "d"], pause_s=0).stream(), 0.01)]
+    parts = [
+        part async for part in coalesce(Source(["a", "b", mark, "c", "d"], pause_s=0).stream(), lambda: 0.01)
+    ]
     before, after = parts[: parts.index(mark)], parts[parts.index(mark) + 1 :]
     assert ("".join(before), "".join(after)) == ("ab", "cd")
 
@@ -48,7 +50,7 @@ async def test_an_error_comes_after_what_was_said_before_it() -> None:
     async def listen() -> None:
         said.extend([part async for part in parts])
 
-    parts = coalesce(Source(["a", "b"], KeyError("x"), pause_s=0).stream(), 0.0)
+    parts = coalesce(Source(["a", "b"], KeyError("x"), pause_s=0).stream(), lambda: 0.0)
     said.append(await anext(parts))
     said.append(await anext(parts))
     with pytest.raises(KeyError):
@@ -56,9 +58,20 @@ async def test_an_error_comes_after_what_was_said_before_it() -> None:
     assert said == ["a", "b"]
 
 
+def test_a_busy_replica_joins_more_of_each_stream_but_no_client_waits_long() -> None:
+    assert [stream_interval_s(streams) for streams in (0, 1, 4, 16, 64, 1000)] == [
+        0.02,
+        0.02,
+        0.02,
+        0.08,
+        0.1,
+        0.1,
+    ]
+
+
 async def test_closing_closes_the_source() -> None:
     source = Source(["a"] * 1000, pause_s=0.01)
-    async with aclosing(coalesce(source.stream(), 0.0)) as parts:
+    async with aclosing(coalesce(source.stream(), lambda: 0.0)) as parts:
         assert await anext(parts) == "a"
     assert source.closed
 

@@ -119,7 +119,7 @@ class Verifier:
         )
         stream = await create(body)
         assert isinstance(stream, AsyncGenerator), stream
-        async for part in coalesce(stream, 0.0):
+        async for part in coalesce(stream, lambda: 0.0):
             if ERROR_EVENT in part:
                 assert self.client.errored
                 raise EngineDeadError
