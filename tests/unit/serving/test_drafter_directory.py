@@ -62,15 +62,15 @@ async def test_a_drafter_that_still_loads_holds_up_neither_the_report_nor_the_ot
     await eventually_listed(directory, "a")
 
 
-async def test_while_ray_does_not_answer_the_known_drafters_stay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    actors = Actors(monkeypatch)
+async def test_while_ray_does_not_answer_the_known_drafters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors, warnings = Actors(monkeypatch), []
+    # Not caplog: libraries that other tests load switch off the loggers that they find.
+    monkeypatch.setattr(drafter_directory.logger, "warning", lambda *said: warnings.append(said))
     loading(actors, "a").set_result("tcp://a")
     directory = DrafterDirectory("app", "m")
     await directory.look()
     actors.away = True
     for _ in range(3):
         await directory.look()
-    assert caplog.text.count("cannot be listed") == 1
+    assert len(warnings) == 1
     assert [route.endpoint for route in directory.routes()] == ["tcp://a"]
