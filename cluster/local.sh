@@ -207,11 +207,14 @@ demo() {
 
 # bench_server NAME PORT OPTION...: vLLM's own server of the same model, on the cores that the deployments use.
 bench_server() {
-    local name=$1 port=$2
+    local name=$1 port=$2 openmp
     shift 2
     say "vLLM's own server, $name, on port $port (log: $results/$name.log)"
-    env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" VLLM_CPU_OMP_THREADS_BIND=0,1 KMP_BLOCKTIME=100us HF_HUB_OFFLINE=1 \
-        LD_PRELOAD="$venv/lib/libiomp5.so" setsid "$python" -m vllm.entrypoints.openai.api_server \
+    # OpenMP as our own engines have it, or the comparison would be of that.
+    mapfile -t openmp < <("$python" -c \
+        'from dspark_ray.hardware import openmp_env; print(*map("=".join, openmp_env().items()), sep="\n")')
+    env -u RAY_ADDRESS DSPARK_LOCAL_CLUSTER="$state" VLLM_CPU_OMP_THREADS_BIND=0,1 HF_HUB_OFFLINE=1 \
+        "${openmp[@]}" setsid "$python" -m vllm.entrypoints.openai.api_server \
         --model "$("$python" -c 'from dspark_ray.sources import demo_folder; print(demo_folder())')" \
         --served-model-name smollm2 --host 127.0.0.1 --port "$port" --enforce-eager --max-num-seqs 64 \
         --max-model-len 2048 --kv-cache-memory-bytes 644245094 "$@" >"$results/$name.log" 2>&1 </dev/null 9>&- &

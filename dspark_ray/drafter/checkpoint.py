@@ -4,6 +4,7 @@ A full draft vocabulary is written as DeepSpec, a reduced one as speculators wit
 is what vLLM's own `dspark` method reads. Reading takes either, and safetensors only.
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def load_drafter(
         target_embed, target_head = _target_ends(target)
         embed = target_embed if embed is None else embed
         lm_head = target_head if lm_head is None else lm_head
-    model = DSparkModel(config)
+    with _without_drawing():
+        model = DSparkModel(config)
     _fill(model, tensors, path)
     model = model.to(device, dtype or tensors["norm.weight"].dtype).eval().requires_grad_(False)
     draft_to_target = None
@@ -125,10 +127,19 @@ def load_projection(
     Raises:
         CheckpointError: as `load_drafter`.
     """
-    projection = FeatureProjection(load_draft_config(path))
+    with _without_drawing():
+        projection = FeatureProjection(load_draft_config(path))
     tensors = _read_tensors(path, only=_PROJECTION)
     _fill(projection, tensors, path)
     return projection.to(device, dtype or tensors["fc.weight"].dtype).eval().requires_grad_(False)
+
+
+def _without_drawing() -> AbstractContextManager[None]:
+    """Around new modules, whose first weights are drawn only to be replaced.
+
+    The ranks of a tensor-parallel engine sample alike as long as their generators are equal, and one of them loads.
+    """
+    return torch.random.fork_rng(devices=[])
 
 
 def save_drafter(

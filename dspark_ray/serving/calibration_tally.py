@@ -28,9 +28,10 @@ class CalibrationTally:
     def count(self, rounds: Sequence[RoundRecord]) -> None:
         """Take in some rounds."""
         for record in rounds:
-            if self._is_makeshift(record):
-                continue
-            predicted = round_survivals(record.confidence_logits, self._scaling(record))
+            scaling = self._scaling(record)
+            if scaling is None and self._has_fits(record.exactness):
+                continue  # shorter than any block that was fitted: no fit claims to predict it
+            predicted = round_survivals(record.confidence_logits, scaling)
             for k, survival in enumerate(predicted, start=1):
                 bin_ = min(BINS - 1, int(survival * BINS))
                 self._counts[bin_] += 1
@@ -43,11 +44,9 @@ class CalibrationTally:
             return None
         return CalibrationBins(tuple(self._counts), tuple(self._predicted), tuple(self._accepted))
 
-    def _is_makeshift(self, record: RoundRecord) -> bool:
-        """Whether it was shorter than any block that was fitted: no fit claims to predict it."""
+    def _has_fits(self, exactness: str) -> bool:
         entries = self._calibration.entries if self._calibration is not None else []
-        fitted = {entry.block_size for entry in entries if entry.exactness == record.exactness}
-        return bool(fitted) and len(record.confidence_logits) not in fitted
+        return any(entry.exactness == exactness for entry in entries)
 
     def _scaling(self, record: RoundRecord) -> Scaling | None:
         if self._calibration is None:

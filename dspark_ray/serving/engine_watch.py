@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import time
-from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -67,7 +66,9 @@ async def watch_engine(
             until = time.monotonic() + silence_s
             # A question that is under way when the engine dies gets no answer of any kind.
             while not (asking.done() or client.errored) and (left := until - time.monotonic()) > 0:
-                await asyncio.wait({asking, told}, timeout=min(period_s, left), return_when=FIRST_COMPLETED)
+                await asyncio.wait(
+                    {asking, told}, timeout=min(period_s, left), return_when=asyncio.FIRST_COMPLETED
+                )
             if not asking.done():
                 asking.cancel()
                 reason = f"its engine has not answered for {silence_s:g} s"

@@ -65,11 +65,7 @@ def carries_refused_parameters(config: VllmConfig) -> bool:
     vLLM's own rejection sampler, of `exactness: ratio` and `placement: native`, would leave it out of the drafts.
     """
     options = options_of(config)
-    return (
-        config.speculative_config is not None
-        and options.placement in ("remote", "colocated")
-        and options.exactness == "coupled"
-    )
+    return config.speculative_config is not None and options.verifies and options.exactness == "coupled"
 
 
 def carry_refused_parameters(params: SamplingParams, vocab_size: int) -> None:

@@ -72,7 +72,7 @@ def plan(options: TargetOptions, vllm_config: Any) -> Blueprint | None:
         raise ConfigError(
             "pipeline_parallel_size > 1 with a drafter: taps use stage-local layers; use tensor parallelism"
         )
-    verifies = options.placement in ("remote", "colocated")
+    verifies = options.verifies
     if verifies != (speculative is not None):
         raise ConfigError(
             f"additional_config.dspark.placement {options.placement!r} "

@@ -58,6 +58,11 @@ class TargetOptions(FrozenModel):
     seed: int = 0
     """Of the choice of rounds that are verified in full."""
 
+    @property
+    def verifies(self) -> bool:
+        """Whether the shim drafts and verifies here."""
+        return self.placement in ("remote", "colocated")
+
     @model_validator(mode="after")
     def _checkpoint_when_tapping(self) -> Self:
         if self.placement != "none" and self.checkpoint is None:
@@ -111,7 +116,7 @@ def engine_arguments(options: TargetOptions, block_size: int, *, gpu: bool = Fal
         "worker_cls": f"dspark_ray.target.{worker}",
         "additional_config": {"dspark": options.model_dump(mode="json")},
     }
-    if options.placement in ("remote", "colocated"):
+    if options.verifies:
         arguments |= {
             "scheduler_cls": SCHEDULER_CLASS,
             "per_request_spec_decode_metrics": "summary",

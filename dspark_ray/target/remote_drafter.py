@@ -48,6 +48,12 @@ class _Link:
     trouble: str = ""
     """Why it was last left alone; said once."""
 
+    def give_up(self, key: str) -> None:
+        """A request leaves it, which it hears with the next call: it does not expire slots of who still calls."""
+        self.keys.discard(key)
+        self.finished.append(key)
+        del self.finished[:-_FINISHED_HELD]
+
 
 class RemoteDrafters:
     """Draft calls to a pool.
@@ -153,8 +159,7 @@ class RemoteDrafters:
         if not usable:
             return None
         if name is not None:
-            self._links[name].keys.discard(key)
-            self._tell_finished(self._links[name], key)
+            self._links[name].give_up(key)
             self._forgotten.add(key)
         name = min(
             usable, key=lambda n: (len(self._links[n].keys) + 1) / max(self._links[n].route.weight, 1e-3)
@@ -166,14 +171,7 @@ class RemoteDrafters:
     def _release(self, key: str) -> None:
         self._forgotten.discard(key)
         if (name := self._owner.pop(key, None)) is not None and name in self._links:
-            self._links[name].keys.discard(key)
-            self._tell_finished(self._links[name], key)
-
-    @staticmethod
-    def _tell_finished(link: _Link, key: str) -> None:
-        """With the next call, if it is there again: a drafter does not expire the slots of who still calls."""
-        link.finished.append(key)
-        del link.finished[:-_FINISHED_HELD]
+            self._links[name].give_up(key)
 
     def _abandon(self, link: _Link) -> None:
         """Take all requests away from a drafter."""

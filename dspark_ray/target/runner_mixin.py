@@ -86,16 +86,14 @@ class DSparkRunnerMixin:
             return
         if blueprint.options.placement == "prefill":
             if talks:
-                with _without_drawing():
-                    self._dspark_tap = Tap(blueprint, self.dtype, self.device)
-                    self.dspark_prefill = build_prefill(blueprint, self.vllm_config)
+                self._dspark_tap = Tap(blueprint, self.dtype, self.device)
+                self.dspark_prefill = build_prefill(blueprint, self.vllm_config)
             return
         most = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens))
         profile = profile_engine(self._run_profiled_step, most, time.perf_counter)  # all ranks take part
         if talks:
-            with _without_drawing():
-                self._dspark_tap = Tap(blueprint, self.dtype, self.device)
-                self.dspark_loop = build_verifier(blueprint, self.vllm_config, profile, self.device)
+            self._dspark_tap = Tap(blueprint, self.dtype, self.device)
+            self.dspark_loop = build_verifier(blueprint, self.vllm_config, profile, self.device)
 
     def swap_drafter(self, checkpoint: Path, *, talks: bool) -> None:
         """Draft with another checkpoint from the next step on. Running requests begin their context anew.
@@ -117,14 +115,13 @@ class DSparkRunnerMixin:
                 f"for {list(old.draft.target_layer_ids)}: change drafter.source under args instead"
             )
         if talks:
-            with _without_drawing():
-                tap = Tap(blueprint, self.dtype, self.device)
-                if self.dspark_prefill is not None:
-                    self.dspark_prefill = replace_prefill(self.dspark_prefill, blueprint, self.vllm_config)
-                elif self.dspark_loop is not None:
-                    self.dspark_loop = replace_verifier(
-                        self.dspark_loop, blueprint, self.vllm_config, self.device
-                    )
+            tap = Tap(blueprint, self.dtype, self.device)
+            if self.dspark_prefill is not None:
+                self.dspark_prefill = replace_prefill(self.dspark_prefill, blueprint, self.vllm_config)
+            elif self.dspark_loop is not None:
+                self.dspark_loop = replace_verifier(
+                    self.dspark_loop, blueprint, self.vllm_config, self.device
+                )
             self._dspark_tap = tap
         self.dspark_blueprint = blueprint
 
@@ -273,14 +270,6 @@ class DSparkRunnerMixin:
     def _dspark_contexts(self) -> Any:
         side = self.dspark_loop or self.dspark_prefill
         return None if side is None else side.contexts
-
-
-def _without_drawing() -> Any:
-    """Around what one rank builds alone: modules draw first weights.
-
-    The ranks of a tensor-parallel group sample alike only as long as their generators are equal.
-    """
-    return torch.random.fork_rng(devices=[])
 
 
 def _started(new: Any) -> StartedRequest:

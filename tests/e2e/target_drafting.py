@@ -496,12 +496,6 @@ def unseeded(count):
     return [SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True) for _ in range(count)]
 
 
-def scored(count):
-    from vllm import SamplingParams
-
-    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0) for _ in range(count)]
-
-
 def tensor_parallel(checkpoint, ranks=3):
     """Three ranks, of which the first drafts; greedy and seeded text as with one rank and no speculation."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * ranks)  # read when vllm is imported
@@ -520,7 +514,9 @@ def tensor_parallel(checkpoint, ranks=3):
     ]
     logprobs = [
         next(iter(position.values())).logprob
-        for prompt, output in zip(texts, generate(engine, said, scored(4)), strict=True)
+        for prompt, output in zip(
+            texts, generate(engine, said, [greedy(1, prompt_logprobs=0)] * 4), strict=True
+        )
         for position in output.prompt_logprobs[len(prompt) :]
     ]
     engine.llm_engine.engine_core.shutdown()

@@ -13,20 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dspark_ray.hardware import openmp_env
+
 FOLDER = Path(__file__).parent
 DEMO_MODEL = Path.home() / ".cache/dspark_ray/models/smollm2-135m-instruct"
 
 
 def engine_environment() -> dict[str, str]:
     """The variables of a CPU engine process."""
-    iomp = Path(sys.prefix) / "lib/libiomp5.so"
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
     return {
         **inherited,  # the space variable would override kv_cache_memory_bytes
         "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), str(FOLDER)]),
-        "LD_PRELOAD": str(iomp) if iomp.exists() else "",
+        **openmp_env(),
         "HF_HUB_OFFLINE": "1",
-        "KMP_BLOCKTIME": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }

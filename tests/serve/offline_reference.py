@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dspark_ray.hardware import openmp_env
+
 
 def main(model: str, dtype: str) -> None:
     out = os.fdopen(os.dup(1), "w")
@@ -46,9 +48,8 @@ def answers(model: Path, dtype: str, requests: list[dict[str, Any]]) -> list[dic
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its worker ends with it, whatever ends it
-        "KMP_BLOCKTIME": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "LD_PRELOAD": str(Path(sys.prefix) / "lib" / "libiomp5.so"),
+        **openmp_env(),
     }
     done = subprocess.run(
         [sys.executable, __file__, str(model), dtype],

@@ -124,6 +124,17 @@ def test_fc_is_as_wide_as_the_taps_whatever_the_depth(
     assert projection.fc.weight.shape == (16, 2 * 16)
 
 
+def test_loading_draws_no_random_numbers(
+    make_model: Callable[..., DSparkModel], tmp_path: Path, target: Path
+) -> None:
+    """Of the ranks of a tensor-parallel engine one loads, and all must go on to sample alike."""
+    save_drafter(make_model(), tmp_path)
+    before = torch.get_rng_state()
+    load_projection(tmp_path)
+    load_drafter(tmp_path, target=target)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_missing_ends_come_from_the_target(
     make_model: Callable[..., DSparkModel], tmp_path: Path, target: Path
 ) -> None:

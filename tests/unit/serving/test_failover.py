@@ -221,8 +221,6 @@ async def test_an_engine_that_dies_while_it_is_asked_is_noticed_at_once(told: bo
     engine.answers, engine.busy = [HANG], True
     period_s = 30 if told else 0.05
     watch = asyncio.create_task(watch_engine(engine, 60, died, reasons.append, period_s))
-    if told:
-        await asyncio.sleep(0)
     await asyncio.sleep(0.1)
     engine.errored = True
     if told:
