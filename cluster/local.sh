@@ -238,7 +238,7 @@ bench_part() {
 }
 
 bench() {
-    local quick= more=() served=() others=()
+    local quick= served load streams
     case "$*" in --quick) quick=1 ;; "") ;; *) die "bench takes --quick or nothing" ;; esac
     setup
     [ ! -f "$state/cluster.env" ] || die "a cluster of $state is up, which would be measured too: bash cluster/local.sh down"
@@ -246,33 +246,41 @@ bench() {
     mkdir -p "$results"
     tools check-ports "$vllm_port" "$ngram_port" || die "choose others with DSPARK_PORT_BASE"
     local vllm=vllm:url=http://127.0.0.1:$vllm_port/v1 ngram=vllm-ngram:url=http://127.0.0.1:$ngram_port/v1
+    local plain=plain:model=plain off=off:model=dspark,mode=off fixed=fixed:model=dspark,mode=fixed_len \
+        tau=tau:model=dspark,mode=tau default=tau+throughput:model=dspark,mode=tau+throughput
+    served=(--arm "$plain" --arm "$vllm" --baseline plain --baseline vllm --arm "$off" --arm "$fixed" --arm "$tau"
+        --arm "$default")
     if [ -n "$quick" ]; then
-        load=(--streams 1,4,16 --rounds 2 --max-tokens 48 --least-requests 3)
+        load=(--rounds 2 --max-tokens 48 --least-requests 3) streams=1,4,16
     else
-        more=(--arm throughput:model=dspark,mode=throughput)
-        load=(--rounds 3 --max-tokens 64 --least-requests 8 --requests-per-stream 1)
-        served=(--streams 1,4,16,64,128 --rates 1) others=(--streams 1,4,16,64)
+        served+=(--arm throughput:model=dspark,mode=throughput)
+        load=(--rounds 2 --max-tokens 48 --least-requests 12) streams=1,4,16,64
     fi
 
     bench_up deployments/bench/served.yaml
     bench_server vllm "$vllm_port"
-    bench_part 1-served --arm plain:model=plain --arm "$vllm" --baseline plain --baseline vllm \
-        --arm off:model=dspark,mode=off --arm fixed:model=dspark,mode=fixed_len --arm tau:model=dspark,mode=tau \
-        "${more[@]}" --arm tau+throughput:model=dspark,mode=tau+throughput "${served[@]}"
+    if [ -n "$quick" ]; then
+        bench_part 1-served "${served[@]}" --streams "$streams"
+    else
+        # One stream at the length of a usual answer, not of the start of one; many streams are measured long enough.
+        bench_part 1-one-stream "${served[@]}" --streams 1 --max-tokens 128 --least-requests 8 --rounds 3
+        bench_part 1-served "${served[@]}" --streams 4,16,64 --rates 1 --rounds 3
+        bench_part 1-crowded --arm "$plain" --arm "$fixed" --arm "$tau" --arm "$default" --streams 128
+    fi
 
     bench_up deployments/bench/one-engine.yaml
     bench_server vllm-ngram "$ngram_port" --speculative-config \
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     bench_part 2-one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
         --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput \
-        "${others[@]}"
+        --streams "$streams"
     if [ -z "$quick" ]; then
         bench_up deployments/bench/shapes.yaml
         bench_part 3-shapes --arm "$vllm" \
             --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
             --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
             --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
-            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput "${others[@]}" --rounds 2
+            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput --streams "$streams"
     fi
     if [ -n "${DSPARK_BENCH_DFLASH:-}" ]; then
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \

@@ -11,8 +11,10 @@ import math
 import os
 import urllib.request
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from dspark_ray.bench.arms import Arm, Offer
@@ -31,6 +33,18 @@ class Answer:
     prompt_tokens: int
     error: str = ""
     text: str = ""
+    started_s: float = 0.0
+    """When it was sent, on the clock of its turn."""
+
+    @property
+    def events_s(self) -> tuple[float, ...]:
+        """When its events came, on that clock."""
+        return tuple(accumulate(self.gaps_s, initial=self.started_s + self.ttft_s))
+
+    def tokens_until(self, when_s: float) -> float:
+        """Tokens that had come by then; all events count alike."""
+        events = self.events_s
+        return self.output_tokens * bisect_right(events, when_s) / len(events)
 
     @property
     def token_s(self) -> float | None:
@@ -46,6 +60,20 @@ class Turn:
     answers: tuple[Answer, ...]
     draft_metrics: dict[str, float] = field(default_factory=dict)
     """``verified`` and ``accepted`` drafts and ``rounds``, where the server exports vLLM's metrics of them."""
+
+    def busy_part(self) -> tuple[float, float]:
+        """Tokens and seconds of a closed loop while all its streams were under way.
+
+        From the first request to the first stream that finds none left: after that, how long the turn takes says how
+        uneven the answers are, not how fast the server is. No tokens and seconds without an answer.
+        """
+        answers = [answer for answer in self.answers if not answer.error]
+        if not answers:
+            return 0.0, 0.0
+        last_start = max(answer.started_s for answer in answers)
+        end = min(last for answer in answers if (last := answer.events_s[-1]) >= last_start)
+        tokens = sum(answer.tokens_until(end) for answer in answers)
+        return tokens, end - min(answer.started_s for answer in answers)
 
 
 class LoadEngine:
@@ -150,12 +178,20 @@ def _root(url: str) -> str:
 
 def _turn(result: dict[str, Any]) -> Turn:
     """From the load engine's result to ours."""
-    columns = ("ttfts", "itls", "output_lens", "input_lens", "errors", "generated_texts")
+    columns = ("ttfts", "itls", "output_lens", "input_lens", "errors", "generated_texts", "start_times")
     answers = tuple(
         Answer(
-            ttft, tuple(gaps), tokens, prompt, error or ("" if tokens else "an answer without tokens"), text
+            ttft,
+            tuple(gaps),
+            tokens,
+            prompt,
+            error or ("" if tokens else "an answer without tokens"),
+            text,
+            started,
         )
-        for ttft, gaps, tokens, prompt, error, text in zip(*(result[c] for c in columns), strict=True)
+        for ttft, gaps, tokens, prompt, error, text, started in zip(
+            *(result[c] for c in columns), strict=True
+        )
     )
     metrics = {}
     if "spec_decode_num_drafts" in result:

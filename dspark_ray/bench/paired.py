@@ -82,6 +82,7 @@ class PairedRun:
             turn = asyncio.run(self._engine.offer(arm, offer, first=first, seed=seed))
         return turn_record(
             arm.name, offer.label, number, turn,
+            closed_loop=offer.streams is not None,
             counts=watch.counts if watch else None,
             step_table=watch.step_table if watch else ([], []),
             load_average=os.getloadavg()[0],

@@ -142,7 +142,8 @@ def _setting(results: Results) -> str:
         f"{about['machine']}; load average {about['load_average_before']:.1f} before, "
         f"{about['load_average_after']:.1f} after; {about['finished']}, commit {about['commit']}. "
         f"Prompts: {about['dataset']}, at most {about['max_tokens']} tokens, temperature {about['temperature']:g}, "
-        f"{about['rounds']} rounds; medians of rounds, ratios round by round with their lowest and highest."
+        f"{about['rounds']} rounds; medians of rounds, ratios round by round with their lowest and highest; "
+        "tokens/s of a closed loop while all its streams are under way."
         + (f" {about['note']}" if about.get("note") else "")
     )
 

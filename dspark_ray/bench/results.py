@@ -45,10 +45,15 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     step_table: tuple[list[int], list[float]] = ([], [])
     load_average: float = 0.0
     """Of the machine over the last minute, after the turn."""
+    busy_tokens: float = 0.0
+    """Of a closed loop, while all its streams were under way."""
+    busy_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """All streams together, prompts' time included."""
+        """All streams together, prompts' time included; of a closed loop, while all of them were under way."""
+        if self.busy_s:
+            return self.busy_tokens / self.busy_s
         return sum(r.tokens for r in self.requests) / self.seconds if self.seconds else 0.0
 
     @property
@@ -60,7 +65,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def goodput(self, sla_ms: float) -> float:
         """Tokens a second of the requests that took at most so many milliseconds a token."""
         good = sum(r.tokens for r in self.requests if r.token_ms is not None and r.token_ms <= sla_ms)
-        return good / self.seconds if self.seconds else 0.0
+        return self.tokens_per_s * good / max(1, sum(r.tokens for r in self.requests))
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -143,11 +148,13 @@ def turn_record(
     number: int,
     turn: Turn,
     *,
+    closed_loop: bool,
     counts: DraftCounts | None,
     step_table: tuple[list[int], list[float]] = ([], []),
     load_average: float = 0.0,
 ) -> TurnRecord:
     """A turn as it is kept."""
+    busy_tokens, busy_s = turn.busy_part() if closed_loop else (0.0, 0.0)
     good = [answer for answer in turn.answers if not answer.error]
     errors = [answer.error for answer in turn.answers if answer.error]
     if counts is None and turn.draft_metrics:
@@ -173,6 +180,8 @@ def turn_record(
         counts=counts,
         step_table=step_table,
         load_average=load_average,
+        busy_tokens=round(busy_tokens, 2),
+        busy_s=round(busy_s, 4),
     )
 
 

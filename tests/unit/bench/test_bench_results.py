@@ -32,7 +32,7 @@ def results(*records, baselines=("plain",), sla_ms=30.0) -> Results:
 
 
 def record(arm: str, number: int, seconds: float, *answers: Answer, counts: DraftCounts | None = None):
-    return turn_record(arm, "2 streams", number, Turn(seconds, answers), counts=counts)
+    return turn_record(arm, "2 streams", number, Turn(seconds, answers), closed_loop=False, counts=counts)
 
 
 def test_a_turns_speed_latency_goodput_and_cost():
@@ -44,6 +44,29 @@ def test_a_turns_speed_latency_goodput_and_cost():
     assert row.within_sla == 0.5
     assert row.dollars_per_million_tokens == pytest.approx(0.36 / 3600 / 11 * 1e6)
     assert row.ratios == {}
+
+
+def test_a_closed_loop_is_measured_until_a_stream_finds_no_more_requests():
+    """A straggler at the end says how uneven the answers are; it must not make an arm look slow."""
+    tenth = (0.1,) * 9  # ten tokens, a second with the wait for the first
+    turn = Turn(
+        5.1,
+        (
+            Answer(0.1, tenth, 10, 7, started_s=100.0),
+            Answer(0.1, (0.2,) * 9, 10, 7, started_s=100.0),
+            Answer(
+                0.1, (0.1,) * 39, 40, 7, started_s=101.05
+            ),  # in the first's stream; the second's is free at 101.9
+            FAILED,
+        ),
+    )
+    tokens, seconds = turn.busy_part()
+    assert seconds == pytest.approx(1.9)
+    assert tokens == pytest.approx(10 + 10 + 8)
+    measured = turn_record("plain", "2 streams", 0, turn, closed_loop=True, counts=None)
+    assert measured.tokens_per_s == pytest.approx(28 / 1.9, rel=1e-3)
+    assert turn_record("plain", "1 requests/s", 0, turn, closed_loop=False, counts=None).busy_s == 0
+    assert Turn(1.0, (FAILED,)).busy_part() == (0.0, 0.0)
 
 
 def test_time_per_token_is_not_time_per_event():
@@ -176,8 +199,9 @@ def run(tmp_path: Path) -> Path:
         accepted_at=(6, 3, 1), reached_at=(10, 6, 3), tau=0.25,
     )  # fmt: skip
     fast = turn_record(
-        "fast", "2 streams", 0, Turn(0.5, (TEN_MS, TEN_MS)), counts=counts, step_table=([1, 8], [9.0, 12.0])
-    )
+        "fast", "2 streams", 0, Turn(0.5, (TEN_MS, TEN_MS)),
+        closed_loop=False, counts=counts, step_table=([1, 8], [9.0, 12.0]),
+    )  # fmt: skip
     file = tmp_path / "results.json"
     save(results(record("plain", 0, 1.0, TEN_MS, TWO_A_GAP), fast), file)
     return file
