@@ -200,7 +200,8 @@ class DSparkRunnerMixin:
             return [[] for _ in sampled_token_ids]
         aux_hidden_states = kwargs["aux_hidden_states"] if "aux_hidden_states" in kwargs else args[3]
         loop, began = self.dspark_loop, time.perf_counter()
-        self._note_step_time(loop, scheduler_output.total_num_scheduled_tokens, began)
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._note_step_time(loop, scheduler_output.total_num_scheduled_tokens, len(scheduled), began)
         rows, index = self._step_rows(scheduler_output, sampled_token_ids)
         features = self._dspark_tap.features(aux_hidden_states, index)
         loop.stats.feature_ms += (time.perf_counter() - began) * 1e3
@@ -208,13 +209,13 @@ class DSparkRunnerMixin:
         self._step_ended = time.perf_counter()
         return drafts
 
-    def _note_step_time(self, loop: DraftLoop, tokens: int, now: float) -> None:
+    def _note_step_time(self, loop: DraftLoop, tokens: int, requests: int, now: float) -> None:
         """Tell profile and statistics what the verify pass of this step took, overhead around it included."""
         between = self._step_began - self._step_ended
         between = between if between < _IDLE_S else 0.0
         loop.stats.verify_ms += (now - self._step_began) * 1e3
         loop.stats.between_ms += between * 1e3
-        loop.profile.observe_step(tokens, (now - self._step_began + between) * 1e3)
+        loop.profile.observe_step(tokens, (now - self._step_began + between) * 1e3, plain=tokens == requests)
 
     def _step_rows(
         self, scheduler_output: Any, sampled: list[list[int]] | None

@@ -37,6 +37,9 @@ def measure_steps(
 class StepProfile:
     """Milliseconds of a step by verified tokens, and of a draft call by requests.
 
+    Two scales, since a step that verifies drafts has work about it that a plain one lacks, of which no dummy step at
+    start-up knows; with one, whichever kind of step is the rule would look like what the other costs.
+
     Args:
         sizes: token counts, ascending.
         step_ms: measured at start-up, without drafting.
@@ -46,15 +49,15 @@ class StepProfile:
         self.sizes = list(sizes)
         self._start_ms = list(step_ms)
         self._shape = [1.0] * len(self.sizes)
-        self._scale = 1.0
+        self._scale = {True: 1.0, False: 1.0}
         self.observed = 0
         self._draft_ms: dict[int, float] = {}
         self._curves: dict[int, StepCurve] = {}
 
     @property
     def step_ms(self) -> list[float]:
-        """Milliseconds at each size now, without drafting."""
-        return [self._scale * ms * bend for ms, bend in zip(self._start_ms, self._shape, strict=True)]
+        """Milliseconds at each size now of a step that verifies drafts, without the draft call."""
+        return [self._at(index, plain=False) for index in range(len(self.sizes))]
 
     def adopt(self, tokens: Sequence[int], step_ms: Sequence[float]) -> None:
         """Go on from a curve that engines alike have measured; sizes beyond its ends keep what they have.
@@ -68,19 +71,24 @@ class StepProfile:
             pooled.milliseconds(size) if tokens[0] <= size <= tokens[-1] else own
             for size, own in zip(self.sizes, self.step_ms, strict=True)
         ]
-        self._scale, self._shape = 1.0, [1.0] * len(self.sizes)
+        self._scale, self._shape = {True: 1.0, False: 1.0}, [1.0] * len(self.sizes)
         self._curves.clear()
 
-    def observe_step(self, tokens: int, milliseconds: float) -> None:
+    def observe_step(self, tokens: int, milliseconds: float, *, plain: bool) -> None:
         """Take in one step without its draft call.
 
         One scale for all sizes follows quickly: what makes one step slower (another process on the cores, longer
         contexts) makes the others slower too. What remains bends the curve at the neighbouring sizes.
+
+        Args:
+            tokens: of all requests.
+            milliseconds: measured.
+            plain: whether each request had its one token, and none had drafts.
         """
         if not 0 < tokens <= self.sizes[-1] or milliseconds <= 0:
             return
-        ratio = min(4.0, max(0.25, milliseconds / self._interpolated(tokens)))
-        self._scale *= 1 + _SCALE_GAIN * (ratio - 1)
+        ratio = min(4.0, max(0.25, milliseconds / self._interpolated(tokens, plain=plain)))
+        self._scale[plain] *= 1 + _SCALE_GAIN * (ratio - 1)
         upper = bisect_left(self.sizes, tokens)
         for index in {upper} if self.sizes[upper] == tokens else {upper - 1, upper}:
             bent = self._shape[index] * (1 + _SHAPE_GAIN * (ratio - 1))
@@ -109,9 +117,9 @@ class StepProfile:
             self._curves[requests] = StepCurve(tuple(self.sizes), tuple(ms + draft for ms in self.step_ms))
         return self._curves[requests]
 
-    def milliseconds(self, tokens: int) -> float:
-        """A step of that many tokens, without a draft call."""
-        return self._interpolated(min(max(tokens, 1), self.sizes[-1]))
+    def milliseconds(self, tokens: int, *, plain: bool) -> float:
+        """A step of that many tokens, plain or with drafts among them, without a draft call."""
+        return self._interpolated(min(max(tokens, 1), self.sizes[-1]), plain=plain)
 
     @property
     def is_jagged(self) -> bool:
@@ -128,12 +136,14 @@ class StepProfile:
             steepest = max(steepest, slope)
         return False
 
-    def _interpolated(self, tokens: int) -> float:
-        def at(index: int) -> float:
-            return self._scale * self._start_ms[index] * self._shape[index]
+    def _at(self, index: int, *, plain: bool) -> float:
+        return self._scale[plain] * self._start_ms[index] * self._shape[index]
 
+    def _interpolated(self, tokens: int, *, plain: bool) -> float:
         index = bisect_left(self.sizes, tokens)
+        upper = self._at(index, plain=plain)
         if self.sizes[index] == tokens:
-            return at(index)
+            return upper
         below, above = self.sizes[index - 1], self.sizes[index]
-        return at(index - 1) + (tokens - below) / (above - below) * (at(index) - at(index - 1))
+        lower = self._at(index - 1, plain=plain)
+        return lower + (tokens - below) / (above - below) * (upper - lower)

@@ -12,7 +12,7 @@ from dspark_ray.target.step_profile import StepProfile
 
 _GAIN = 0.05
 _ROUNDS_BEFORE_SKIPPING = 16
-_PROBE_EVERY = 32
+_PROBE_EVERY = 48
 _THROUGHPUT_MODES = ("throughput", "tau+throughput")
 
 
@@ -67,7 +67,7 @@ class VerifyPlanner:
         self._rounds = 0
         self._accepted = 0.0  # running mean a round
         self._verified = 0.0
-        self._steps_skipped = 0
+        self._steps_judged = 0
 
     @property
     def tau(self) -> float:
@@ -78,7 +78,7 @@ class VerifyPlanner:
         """Follow what the replica says; fields that are None stay as they are."""
         if message.mode is not None and message.mode != self.mode:
             self.mode = message.mode
-            self._rounds = self._steps_skipped = 0  # what another mode verified says nothing of this one
+            self._rounds = self._steps_judged = 0  # what another mode verified says nothing of this one
         self._tau = self._tau if message.tau is None else message.tau
         self._fixed_tau = self._fixed_tau if message.fixed_tau is None else message.fixed_tau
         self._fixed_len = self._fixed_len if message.fixed_len is None else message.fixed_len
@@ -106,20 +106,18 @@ class VerifyPlanner:
     def worth_drafting(self, requests: int, extra_tokens: int) -> bool:
         """Whether the expected gain of drafting, judged before it, exceeds its cost.
 
-        Goodput with what recent rounds accepted and verified, against plain decoding at the same load. A step in
-        every few dozen drafts all the same, so that the judgement can change. Only in the throughput modes: the
-        others say themselves what they want.
+        Goodput with what recent rounds accepted and verified, against plain decoding at the same load. One step in a
+        few dozen goes the other way, so that what that costs and yields stays known. Only in the throughput modes:
+        the others say themselves what they want.
         """
         if self.mode not in _THROUGHPUT_MODES or self._rounds < _ROUNDS_BEFORE_SKIPPING:
             return True
-        plain_ms = self._profile.milliseconds(requests + extra_tokens)
+        plain_ms = self._profile.milliseconds(requests + extra_tokens, plain=True)
         tokens = round(requests * (1 + self._verified)) + extra_tokens
-        drafted_ms = self._profile.milliseconds(tokens) + self._profile.draft_ms(requests)
-        if (1 + self._accepted) / drafted_ms >= 1 / plain_ms or self._steps_skipped >= _PROBE_EVERY:
-            self._steps_skipped = 0
-            return True
-        self._steps_skipped += 1
-        return False
+        drafted_ms = self._profile.milliseconds(tokens, plain=False) + self._profile.draft_ms(requests)
+        worth = (1 + self._accepted) / drafted_ms >= 1 / plain_ms
+        self._steps_judged += 1
+        return worth if self._steps_judged % _PROBE_EVERY else not worth
 
     def lengths(self, rows: Sequence[DraftedRow], extra_tokens: int) -> tuple[list[int], list[bool]]:
         """Verify lengths of one step, and which of them are full rounds for the calibration's sake.

@@ -114,8 +114,9 @@ def regenerate(
     jobs = list(islice(making.plan(sources, temperatures, tokenizer, done, max_prompt_tokens), limit))
     with output.open("a", encoding="utf-8") as file, Progress() as progress:
         bar = progress.add_task(f"answers ({len(done)} were done)", total=len(jobs))
-        for start in range(0, len(jobs), batch_size):
-            batch = jobs[start : start + batch_size]
+        several = 4 * batch_size  # handed over at once: the engine is only at the end of them not full
+        for start in range(0, len(jobs), several):
+            batch = jobs[start : start + several]
             for record in making.answer(engine, batch, max_new_tokens, seed):
                 file.write(json.dumps(record) + "\n")
             file.flush()

@@ -67,7 +67,7 @@ def test_pooled_step_costs_and_a_shared_calibration_are_used_from_then_on():
     plan_.control(TargetControl(step_cost=StepCost((1, 64), (0.001, 0.064))))
     assert plan_.lengths([ROW], 0)[0] == [0], "every further token costs a whole step"
     assert profile.step_ms == pytest.approx([1.0, 2.0, 64.0])
-    profile.observe_step(1, 2.0)
+    profile.observe_step(1, 2.0, plain=False)
     assert profile.step_ms[0] > 1.0, "refined from there"
     profile.adopt([1, 2], [5.0, 6.0])
     assert profile.step_ms[2] > 60.0, "beyond its end the engine's own"
@@ -112,11 +112,30 @@ def test_online_steps_move_the_curve_towards_what_is_measured():
     profile = StepProfile(profile_sizes(64), [1.0 + 0.05 * n for n in profile_sizes(64)])
     for _ in range(200):
         for tokens in (1, 6, 13, 40):
-            profile.observe_step(tokens, 3 * (1.0 + 0.05 * tokens))
+            profile.observe_step(tokens, 3 * (1.0 + 0.05 * tokens), plain=False)
     for tokens in (1, 6, 13, 20, 40, 60):
-        assert profile.milliseconds(tokens) == pytest.approx(3 * (1.0 + 0.05 * tokens), rel=0.1)
-    profile.observe_step(1000, 50.0)  # a long prefill is no verify pass
-    assert profile.milliseconds(40) == pytest.approx(9.0, rel=0.1)
+        assert profile.milliseconds(tokens, plain=False) == pytest.approx(3 * (1.0 + 0.05 * tokens), rel=0.1)
+    profile.observe_step(1000, 50.0, plain=False)  # a long prefill is no verify pass
+    assert profile.milliseconds(40, plain=False) == pytest.approx(9.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("overhead_ms", "pays"), [(1.0, True), (9.0, False)])
+def test_whether_drafting_pays_is_judged_by_what_both_kinds_of_step_take(overhead_ms, pays):
+    """Breaks when steps with drafts say what plain ones cost: then what is done most always looks right."""
+    profile = StepProfile([1, 8, 64], [10.0, 11.0, 30.0])  # knows nothing of the overhead
+    plan_ = planner("throughput", profile)
+    choices = []
+    for _ in range(600):
+        drafts = plan_.worth_drafting(1, 0)
+        choices.append(drafts)
+        if drafts:
+            profile.observe_step(3, 10.3 + overhead_ms, plain=False)
+            profile.observe_draft(1, 2.0)
+            plan_.observe_round(2, 1 if len(choices) % 2 else 0)  # half a token more
+        else:
+            profile.observe_step(1, 10.0, plain=True)
+    assert (sum(choices[-300:]) > 250) == pays
+    assert 0 < sum(choices[-300:]) < 300, "both ways are tried from time to time"
 
 
 def test_draft_time_is_part_of_the_step():
