@@ -263,9 +263,9 @@ bench() {
         bench_part 1-served "${served[@]}" --streams "$streams"
     else
         # One stream at the length of a usual answer, not of the start of one; many streams are measured long enough.
-        bench_part 1-one-stream "${served[@]}" --streams 1 --max-tokens 128 --least-requests 8 --rounds 3
-        bench_part 1-served "${served[@]}" --streams 4,16,64 --rates 1 --rounds 3
-        bench_part 1-crowded --arm "$plain" --arm "$fixed" --arm "$tau" --arm "$default" --streams 128
+        bench_part 1-one-stream "${served[@]}" --streams 1 --max-tokens 128 --least-requests 6 --rounds 3
+        bench_part 1-served "${served[@]}" --streams 4,16,64 --rates 1
+        bench_part 1-crowded --arm "$plain" --arm "$fixed" --arm "$default" --streams 128
     fi
 
     bench_up deployments/bench/one-engine.yaml
@@ -280,7 +280,7 @@ bench() {
             --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
             --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
             --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
-            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput --streams "$streams"
+            --arm colocated-disaggregated:model=colocated-disaggregated,mode=tau+throughput --streams 1,4,16
     fi
     if [ -n "${DSPARK_BENCH_DFLASH:-}" ]; then
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
