@@ -264,19 +264,19 @@ bench() {
     else
         # One stream at the length of a usual answer, not of the start of one; many streams are measured long enough.
         bench_part 1-one-stream "${served[@]}" --streams 1 --max-tokens 128 --least-requests 6 --rounds 3
-        bench_part 1-served "${served[@]}" --streams 4,16,64 --rates 1
-        bench_part 1-crowded --arm "$plain" --arm "$fixed" --arm "$default" --streams 128
+        bench_part 2-served "${served[@]}" --streams 4,16,64 --rates 1
+        bench_part 3-crowded --arm "$plain" --arm "$fixed" --arm "$default" --streams 128
     fi
 
     bench_up deployments/bench/one-engine.yaml
     bench_server vllm-ngram "$ngram_port" --speculative-config \
         '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-    bench_part 2-one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
+    bench_part 4-one-engine --arm "$vllm" --arm "$ngram" --arm colocated-off:model=colocated,mode=off \
         --arm colocated-fixed:model=colocated,mode=fixed_len --arm colocated:model=colocated,mode=tau+throughput \
         --streams "$streams"
     if [ -z "$quick" ]; then
         bench_up deployments/bench/shapes.yaml
-        bench_part 3-shapes --arm "$vllm" \
+        bench_part 5-shapes --arm "$vllm" \
             --arm remote-aggregated-fixed:model=remote-aggregated,mode=fixed_len \
             --arm remote-aggregated:model=remote-aggregated,mode=tau+throughput \
             --arm colocated-disaggregated-fixed:model=colocated-disaggregated,mode=fixed_len \
@@ -286,7 +286,7 @@ bench() {
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
             >"$results/dflash.yaml"
         bench_up "$results/dflash.yaml"
-        bench_part 4-dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
+        bench_part 6-dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
             --arm dflash-fixed:model=dspark,mode=fixed_len --arm dflash:model=dspark,mode=tau+throughput
     fi
 }

@@ -13,6 +13,7 @@ from dspark_ray.target.step_profile import StepProfile
 _GAIN = 0.05
 _ROUNDS_BEFORE_SKIPPING = 16
 _PROBE_EVERY = 48
+_PROBE_ROUNDS = 8
 _THROUGHPUT_MODES = ("throughput", "tau+throughput")
 
 
@@ -106,9 +107,10 @@ class VerifyPlanner:
     def worth_drafting(self, requests: int, extra_tokens: int) -> bool:
         """Whether the expected gain of drafting, judged before it, exceeds its cost.
 
-        Goodput with what recent rounds accepted and verified, against plain decoding at the same load. One step in a
-        few dozen goes the other way, so that what that costs and yields stays known. Only in the throughput modes:
-        the others say themselves what they want.
+        Goodput with what recent rounds accepted and verified, against plain decoding at the same load. Every few dozen
+        steps the other way is tried, so that what it costs and yields stays known: drafting for some rounds, since
+        one says little of how well drafts do by now. Only in the throughput modes: the others say themselves what
+        they want.
         """
         if self.mode not in _THROUGHPUT_MODES or self._rounds < _ROUNDS_BEFORE_SKIPPING:
             return True
@@ -117,7 +119,12 @@ class VerifyPlanner:
         drafted_ms = self._profile.milliseconds(tokens, plain=False) + self._profile.draft_ms(requests)
         worth = (1 + self._accepted) / drafted_ms >= 1 / plain_ms
         self._steps_judged += 1
-        return worth if self._steps_judged % _PROBE_EVERY else not worth
+        if self._steps_judged < _PROBE_EVERY:
+            return worth
+        self._steps_judged = 0
+        if not worth:
+            self._rounds = _ROUNDS_BEFORE_SKIPPING - _PROBE_ROUNDS
+        return not worth
 
     def lengths(self, rows: Sequence[DraftedRow], extra_tokens: int) -> tuple[list[int], list[bool]]:
         """Verify lengths of one step, and which of them are full rounds for the calibration's sake.

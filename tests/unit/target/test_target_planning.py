@@ -138,6 +138,29 @@ def test_whether_drafting_pays_is_judged_by_what_both_kinds_of_step_take(overhea
     assert 0 < sum(choices[-300:]) < 300, "both ways are tried from time to time"
 
 
+def test_drafting_comes_back_soon_after_a_hard_passage():
+    """Breaks when one round in a few dozen steps is all that is learnt while drafts are skipped."""
+    profile = StepProfile([1, 8, 64], [10.0, 11.0, 30.0])
+    plan_ = planner("throughput", profile)
+
+    def decode(steps: int, accepted: int) -> int:
+        drafted = 0
+        for _ in range(steps):
+            if plan_.worth_drafting(1, 0):
+                drafted += 1
+                profile.observe_step(4, 10.4, plain=False)
+                profile.observe_draft(1, 3.0)
+                plan_.observe_round(3, accepted)
+            else:
+                profile.observe_step(1, 10.0, plain=True)
+        return drafted
+
+    decode(100, accepted=1)
+    assert decode(200, accepted=0) < 80, "drafts that are never accepted do not pay"
+    decode(100, accepted=1)
+    assert decode(100, accepted=1) > 90
+
+
 def test_draft_time_is_part_of_the_step():
     profile = StepProfile([1, 64], [10.0, 20.0])
     assert profile.curve(3).milliseconds(1) == 10.0
