@@ -286,7 +286,7 @@ bench() {
         sed "s#deployments/drafters/smollm2-135m#$(realpath "$DSPARK_BENCH_DFLASH")#" deployments/bench/served.yaml \
             >"$results/dflash.yaml"
         bench_up "$results/dflash.yaml"
-        bench_part 6-dflash --arm plain:model=plain --arm dflash-off:model=dspark,mode=off \
+        bench_part 6-dflash --arm "$plain" --arm dflash-off:model=dspark,mode=off \
             --arm dflash-fixed:model=dspark,mode=fixed_len --arm dflash:model=dspark,mode=tau+throughput
     fi
 }

@@ -71,7 +71,9 @@ class StepProfile:
             pooled.milliseconds(size) if tokens[0] <= size <= tokens[-1] else own
             for size, own in zip(self.sizes, self.step_ms, strict=True)
         ]
-        self._scale, self._shape = {True: 1.0, False: 1.0}, [1.0] * len(self.sizes)
+        # what is pooled are steps that verify drafts: how plain ones differ stays known
+        self._scale = {True: self._scale[True] / self._scale[False], False: 1.0}
+        self._shape = [1.0] * len(self.sizes)
         self._curves.clear()
 
     def observe_step(self, tokens: int, milliseconds: float, *, plain: bool) -> None:

@@ -54,9 +54,8 @@ def test_a_closed_loop_is_measured_until_a_stream_finds_no_more_requests():
         (
             Answer(0.1, tenth, 10, 7, started_s=100.0),
             Answer(0.1, (0.2,) * 9, 10, 7, started_s=100.0),
-            Answer(
-                0.1, (0.1,) * 39, 40, 7, started_s=101.05
-            ),  # in the first's stream; the second's is free at 101.9
+            # in the first's stream; the second's is free at 101.9
+            Answer(0.1, (0.1,) * 39, 40, 7, started_s=101.05),
             FAILED,
         ),
     )

@@ -138,6 +138,18 @@ def test_whether_drafting_pays_is_judged_by_what_both_kinds_of_step_take(overhea
     assert 0 < sum(choices[-300:]) < 300, "both ways are tried from time to time"
 
 
+def test_a_pooled_curve_keeps_what_is_known_of_plain_steps():
+    """What replicas pool are steps that verify drafts; adopting them must not make plain ones as dear."""
+    profile = StepProfile([1, 8], [10.0, 11.0])
+    for _ in range(100):
+        profile.observe_step(1, 10.0, plain=True)
+        profile.observe_step(8, 22.0, plain=False)
+    before = profile.milliseconds(1, plain=True) / profile.milliseconds(1, plain=False)
+    profile.adopt([1, 8], [20.0, 22.0])
+    assert before < 0.7
+    assert profile.milliseconds(1, plain=True) == pytest.approx(before * 20.0)
+
+
 def test_drafting_comes_back_soon_after_a_hard_passage():
     """Breaks when one round in a few dozen steps is all that is learnt while drafts are skipped."""
     profile = StepProfile([1, 8, 64], [10.0, 11.0, 30.0])
