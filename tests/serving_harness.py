@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from typing import Any
 
 import openai
 import psutil
+
+from dspark_ray.serving.ports import free_port_range
 
 REPO = Path(__file__).resolve().parent.parent
 RUN_MARK = "DSPARK_TEST_RUN"
@@ -115,7 +116,7 @@ def running_app(
     folder = Path(tempfile.mkdtemp(prefix="serve-test-"))
     args_file, log = folder / "args.json", folder / "driver.log"
     args_file.write_text(json.dumps(args))
-    port = free_port()
+    port = free_port_range()
     env = {
         **os.environ,
         "RAY_AUTH_MODE": "disabled",
@@ -176,13 +177,6 @@ def _environ(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str, every_s: float = 0.1) -> Any:
