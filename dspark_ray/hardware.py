@@ -1,6 +1,5 @@
 """What the machine under us can do, and how to have CPUs do it; read from the operating system alone."""
 
-import ctypes
 import platform
 import sys
 from functools import cache
@@ -9,8 +8,6 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 BLOCKTIME = "100us"
 """How long OpenMP's threads spin for the next piece of work before they sleep."""
-# Parameters of glibc's mallopt (malloc.h).
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 # x86-64 (AVX-512, AMX) and ARMv8.6 name their bf16 dot products so.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
 
@@ -40,16 +37,3 @@ def openmp_env() -> dict[str, str]:
     env = {"KMP_BLOCKTIME": BLOCKTIME}
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return env | {"LD_PRELOAD": str(library)} if library.is_file() else env
-
-
-def keep_freed_memory() -> None:
-    """Have this process keep the memory of freed tensors for the next ones, where the C library is glibc.
-
-    It would give large ones back, and the kernel would hand out new pages, zeroed, for each that follows: a good part
-    of a training step on CPUs. What the process has once taken it keeps, so this is for programs of one purpose.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
-        mallopt(_M_ARENA_MAX, 1)  # only the first arena has room for large blocks

@@ -42,11 +42,9 @@ def train(config_file: Path, overrides: tuple[str, ...], device: str | None, dry
     if dry_run:
         click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         return
-    from dspark_ray.hardware import keep_freed_memory
     from dspark_ray.training.plots import plot_run
     from dspark_ray.training.trainer import run_training
 
-    keep_freed_memory()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run_training(config, rank=rank, world=world)
     if rank == 0:

@@ -41,39 +41,3 @@ def test_openmp_understands_how_long_its_threads_may_spin() -> None:
     )
     assert done.stdout.strip() == openmp_env()["KMP_BLOCKTIME"].removesuffix("us")
     assert "KMP_BLOCKTIME" not in done.stderr
-
-
-FAULTS = """
-import resource, threading, torch
-from dspark_ray.hardware import keep_freed_memory
-if {keep}:
-    keep_freed_memory()
-def faults():
-    for _ in range(12):
-        torch.ones(3 * 2**22)  # until malloc has found places that fit
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(8):
-        torch.ones(3 * 2**22)
-    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-found = []
-faults()
-thread = threading.Thread(target=faults)  # autograd works in one
-thread.start()
-thread.join()
-print(*found)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such settings")
-def test_freed_tensors_are_not_paged_in_anew() -> None:
-    """Eight tensors of 48 MiB are 98,304 pages of 4 KiB, or 192 of 2 MiB."""
-    main, thread = _faults(keep=True)
-    assert main < 100
-    assert thread < 100
-    assert min(_faults(keep=False)) > 150, "malloc keeps them by itself: nothing is left to do"
-
-
-def _faults(*, keep: bool) -> list[int]:
-    command = [sys.executable, "-c", FAULTS.format(keep=keep)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [int(found) for found in done.stdout.split()]
