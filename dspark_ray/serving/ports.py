@@ -1,5 +1,6 @@
 """Where a replica's own sockets listen: address, and ports that must be known before their process starts."""
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -17,6 +18,7 @@ ABOVE_RAYS_WORKERS = 20_000  # Ray's own workers take 10002 to 19999
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _held = contextlib.ExitStack()
+atexit.register(_held.close)
 
 
 def peer_host(secret_env: str) -> str:
