@@ -12,7 +12,7 @@ import ray
 from dspark_ray.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-# No server of ours listens here, so what is bound here keeps nobody but other choosers away.
+# No server of ours listens here, or on all addresses: what is bound here keeps nobody but other choosers away.
 HOLD = "127.0.0.2"
 ABOVE_RAYS_WORKERS = 20_000  # Ray's own workers take 10002 to 19999
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
